@@ -1,0 +1,1 @@
+//! The NVFP4 backend for Burn.

@@ -1,0 +1,1 @@
+//! Operations with straight-through gradients.

@@ -1,0 +1,1 @@
+//! Checkpoints of the model as safetensors.

@@ -1,0 +1,18 @@
+//! QUADS: reinforcement learning of mixture-of-experts language models on NVFP4 rollouts.
+//!
+//! Reading order: [`backend`] (operations with straight-through gradients), [`modules`] (layers and the model),
+//! [`sync`] (trainer to rollout), [`rollout`] (sampling), [`tasks`] (problems and rewards), [`grpo`] (learning),
+//! [`mismatch`] (how far the two sides differ).
+#![warn(missing_docs)]
+
+pub mod backend;
+pub mod calibrate;
+pub mod causal_lm;
+pub mod checkpoint;
+pub mod grpo;
+pub mod mismatch;
+pub mod modules;
+pub mod rollout;
+pub mod sync;
+pub mod tasks;
+pub mod token_log_probs;

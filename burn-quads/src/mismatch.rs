@@ -1,0 +1,1 @@
+//! How far trainer and rollout differ.

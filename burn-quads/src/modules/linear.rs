@@ -1,0 +1,1 @@
+//! A linear layer with an explicit precision.

@@ -1,0 +1,1 @@
+//! The router: f32 softmax over all experts, then top-k.

@@ -1,0 +1,1 @@
+//! Sampling from a packed model: continuous batching over a pre-allocated KV cache.

@@ -1,0 +1,1 @@
+//! Problems with a verifiable answer, and their rewards.
