@@ -28,6 +28,17 @@ pub enum Granularity {
     Block64,
 }
 
+impl Granularity {
+    /// Channels in a unit.
+    pub fn channels(self) -> usize {
+        match self {
+            Self::Channel => 1,
+            Self::Block16 => 16,
+            Self::Block64 => 64,
+        }
+    }
+}
+
 /// Residual activation compensation of one layer, ready to run.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Compensation {
@@ -63,6 +74,11 @@ impl ResidualMask {
             words: words.into(),
         }
     }
+    /// From one flag a channel or block, over `k` channels; the last block may be partial.
+    pub fn from_units(units: &[bool], k: usize, granularity: Granularity) -> Self {
+        let channels: Vec<bool> = (0..k).map(|c| units[c / granularity.channels()]).collect();
+        Self::from_channels(&channels)
+    }
     /// Number of channels.
     pub fn k(&self) -> usize {
         self.k
@@ -75,4 +91,37 @@ impl ResidualMask {
     pub fn contains(&self, c: usize) -> bool {
         self.words[c / 32] >> (c % 32) & 1 == 1
     }
+}
+
+/// Sum of squares over each unit of `residual`, in index order; a last partial unit counts as one.
+pub(crate) fn unit_energy(residual: &[f32], granularity: Granularity) -> Vec<f32> {
+    residual
+        .chunks(granularity.channels())
+        .map(|unit| unit.iter().fold(0.0, |sum, r| sum + r * r))
+        .collect()
+}
+
+/// The units with the `ceil(fraction · n)` largest energies, ties to the lower index, NaN last: one flag a unit.
+pub(crate) fn select_units(energy: &[f32], fraction: f32) -> Vec<bool> {
+    let mut order: Vec<usize> = (0..energy.len()).collect();
+    let rank = |unit: &usize| {
+        if energy[*unit].is_nan() {
+            f32::NEG_INFINITY
+        } else {
+            energy[*unit]
+        }
+    };
+    order.sort_by(|a, b| rank(b).total_cmp(&rank(a))); // stable: equal energies stay in index order
+    let mut selected = vec![false; energy.len()];
+    for unit in &order[..unit_count(energy.len(), fraction)] {
+        selected[*unit] = true;
+    }
+    selected
+}
+
+/// `ceil(fraction · n)`, at most `n`. The fraction means the decimal that the user wrote: as an f32, 0.1 is a little more
+/// than a tenth, and a tenth of 10 would come out as 2.
+fn unit_count(n: usize, fraction: f32) -> usize {
+    let fraction: f64 = fraction.to_string().parse().unwrap_or(0.0);
+    ((fraction * n as f64).ceil() as usize).min(n)
 }

@@ -1,0 +1,166 @@
+//! Quantization of activations, with and without compensation of the residual.
+use super::weights::fp8_scale;
+use crate::nvfp4::{self, Operand};
+use crate::residual::{select_units, unit_energy};
+use crate::{
+    Activation, BLOCK, Compensation, Error, Granularity, Pass, QuantizedRows, ResidualMask, ResidualPass, amax, e4m3,
+};
+
+/// Quantizes `[tokens, k]` activations; with `compensation` the selected residuals a second time.
+///
+/// # Errors
+/// `x` does not have `tokens · k` values, `k` is not a multiple of 16, or the compensation does not fit `k`.
+pub fn quantize_activations(
+    x: &[f32],
+    tokens: usize,
+    k: usize,
+    compensation: Option<&Compensation>,
+) -> Result<QuantizedRows, Error> {
+    compensation
+        .map_or(Activation::Nvfp4, |c| Activation::Compensated(c.clone()))
+        .check(k)?;
+    Error::check_length("activations", &[tokens, k], x.len())?;
+    let mut quantized = QuantizedRows {
+        tokens,
+        k,
+        encode_scales: Vec::with_capacity(tokens),
+        first: Pass::default(),
+        residual: compensation.map(|_| ResidualPass {
+            masks: Vec::new(),
+            pass: Pass::default(),
+        }),
+    };
+    for row in 0..tokens {
+        let row = &x[row * k..][..k];
+        let finite = row.iter().all(|value| value.is_finite());
+        // A row that is not finite gets zero codes under a NaN scale.
+        let (row, scale) = if finite {
+            (row.to_vec(), nvfp4::row_encode_scale(amax(row)))
+        } else {
+            (vec![0.0; k], 1.0)
+        };
+        quantized.encode_scales.push(if finite { scale } else { f32::NAN });
+        let decoded = push_row(&mut quantized.first, &row, scale);
+        if let (Some(compensation), Some(second)) = (compensation, &mut quantized.residual) {
+            let mut residual: Vec<f32> = row.iter().zip(&decoded).map(|(x, value)| x - value).collect();
+            let mask = row_mask(compensation, &residual);
+            second.masks.extend(mask.words());
+            for (c, r) in residual.iter_mut().enumerate() {
+                if !mask.contains(c) {
+                    *r = 0.0; // before the second block amax
+                }
+            }
+            push_row(&mut second.pass, &residual, scale);
+        }
+    }
+    Ok(quantized)
+}
+
+/// The values that a matmul sees in place of `x`, `[tokens, k]`: pass 1 plus pass 2. A row that holds NaN or an
+/// infinity becomes NaN; [`Activation::Full`] copies.
+///
+/// # Errors
+/// As [`quantize_activations`]; `out` must be as long as `x`.
+pub fn fake_quantize_activations(
+    x: &[f32],
+    tokens: usize,
+    k: usize,
+    activation: &Activation,
+    out: &mut [f32],
+) -> Result<(), Error> {
+    activation.check(k)?;
+    Error::check_length("activations", &[tokens, k], x.len())?;
+    Error::check_length("fake-quantized activations", &[tokens, k], out.len())?;
+    match activation {
+        Activation::Full => out.copy_from_slice(x),
+        Activation::Fp8 => {
+            for row in 0..tokens {
+                let (x, out) = (&x[row * k..][..k], &mut out[row * k..][..k]);
+                let finite = x.iter().all(|value| value.is_finite());
+                let scale = fp8_scale(amax(x));
+                for (out, x) in out.iter_mut().zip(x) {
+                    *out = if finite {
+                        e4m3::decode(e4m3::encode(x / scale)) * scale
+                    } else {
+                        f32::NAN
+                    };
+                }
+            }
+        }
+        Activation::Nvfp4 | Activation::Compensated(_) => {
+            out.copy_from_slice(&quantize_activations(x, tokens, k, activation.compensation())?.decode());
+        }
+    }
+    Ok(())
+}
+
+/// Sum over all rows of each channel's squared first-pass residual, `[k]`; rows in order, f32.
+///
+/// # Errors
+/// As [`quantize_activations`].
+pub fn residual_energy(x: &[f32], tokens: usize, k: usize) -> Result<Vec<f32>, Error> {
+    let mut energy = vec![0.0; k];
+    accumulate_residual_energy(x, tokens, k, Granularity::Channel, &mut energy)?;
+    Ok(energy)
+}
+
+/// Adds the squared first-pass residuals of each row, summed over units of `granularity`, to `energy`
+/// (`[ceil(k / unit)]`). Calls on consecutive batches equal one call on all rows, bit for bit.
+///
+/// # Errors
+/// As [`quantize_activations`]; `energy` must have one value a unit.
+pub fn accumulate_residual_energy(
+    x: &[f32],
+    tokens: usize,
+    k: usize,
+    granularity: Granularity,
+    energy: &mut [f32],
+) -> Result<(), Error> {
+    Error::check_length("residual energy", &[k.div_ceil(granularity.channels())], energy.len())?;
+    let quantized = quantize_activations(x, tokens, k, None)?;
+    let values = quantized.decode();
+    for row in 0..tokens {
+        let residual: Vec<f32> = (row * k..(row + 1) * k).map(|at| x[at] - values[at]).collect();
+        for (total, row) in energy.iter_mut().zip(unit_energy(&residual, granularity)) {
+            *total += row;
+        }
+    }
+    Ok(())
+}
+
+/// The calibrated mask: the `ceil(fraction · n)` channels or blocks with the most residual energy. `energy` is
+/// [`residual_energy`]'s, one value a channel; a block's energy is the sum over its channels in index order. Ties go
+/// to the lower index. A fraction of 1 or more selects everything, of 0 or less nothing.
+pub fn select_channels(energy: &[f32], granularity: Granularity, fraction: f32) -> ResidualMask {
+    let unit = granularity.channels();
+    let units: Vec<f32> = energy
+        .chunks(unit)
+        .map(|unit| unit.iter().fold(0.0, |sum, e| sum + e))
+        .collect();
+    ResidualMask::from_units(&select_units(&units, fraction), energy.len(), granularity)
+}
+
+/// The mask of one row.
+fn row_mask(compensation: &Compensation, residual: &[f32]) -> ResidualMask {
+    match compensation {
+        Compensation::All => ResidualMask::from_channels(&vec![true; residual.len()]),
+        Compensation::Mask(mask) => mask.clone(),
+        Compensation::PerToken { granularity, fraction } => {
+            let selected = select_units(&unit_energy(residual, *granularity), *fraction);
+            ResidualMask::from_units(&selected, residual.len(), *granularity)
+        }
+    }
+}
+
+/// Quantizes one row into `pass` and returns what it decodes to.
+fn push_row(pass: &mut Pass, row: &[f32], encode_scale: f32) -> Vec<f32> {
+    let mut decoded = Vec::with_capacity(row.len());
+    for block in row.chunks_exact(BLOCK) {
+        let block = nvfp4::encode_block(block, encode_scale, Operand::Activation);
+        let step = e4m3::decode(block.scale) * (1.0 / encode_scale);
+        decoded.extend(block.codes.iter().map(|code| nvfp4::decode(*code, step)));
+        pass.block_scales.push(block.scale);
+        pass.codes.extend(nvfp4::pack(&block.codes));
+    }
+    decoded
+}

@@ -1,0 +1,16 @@
+//! Quantization and matmul on the CPU: the reference route.
+//!
+//! An output row's bits depend on its own activations and the weight alone: not on other rows, on their number, or on
+//! the number of threads.
+//!
+//! A row of activations that holds NaN or an infinity has NaN outputs, whatever the precision (`Full` excepted, which
+//! is plain f32 arithmetic); its neighbours do not change. A weight that is not finite is refused.
+mod activations;
+mod matmul;
+mod weights;
+
+pub use activations::{
+    accumulate_residual_energy, fake_quantize_activations, quantize_activations, residual_energy, select_channels,
+};
+pub use matmul::{grouped_matmul, matmul};
+pub use weights::{dequantize_weight, quantize_weight, quantize_weight_fp8};
