@@ -1,1 +1,0 @@
-//! Grouped-query attention with rotary positions and QK-norm.

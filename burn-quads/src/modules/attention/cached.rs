@@ -1,0 +1,92 @@
+//! Attention over a [`KvCache`](super::KvCache), as one operation of the backend.
+use super::{CacheStep, LayerCache, MASKED_SCORE};
+use crate::modules::rotary::RotaryEmbedding;
+use burn::{
+    backend::Flex,
+    nn::RmsNorm,
+    prelude::Backend,
+    tensor::{Bool, Int, Tensor, TensorData, activation::softmax},
+};
+
+/// Projections of new tokens, before norm and rotation, and what these need.
+pub struct CachedQkv<'a, B: Backend> {
+    /// `[tokens, heads · head_dim]`.
+    pub query: Tensor<B, 2>,
+    /// `[tokens, kv_heads · head_dim]`.
+    pub key: Tensor<B, 2>,
+    /// `[tokens, kv_heads · head_dim]`.
+    pub value: Tensor<B, 2>,
+    /// Norm of each query head.
+    pub query_norm: &'a RmsNorm<B>,
+    /// Norm of each key head.
+    pub key_norm: &'a RmsNorm<B>,
+    /// Rotations by position.
+    pub rope: &'a RotaryEmbedding<B>,
+    /// Query heads.
+    pub heads: usize,
+}
+
+/// A backend that attends over a cache.
+pub trait AttentionBackend: Backend {
+    /// Norms and rotates `qkv`, writes keys and values to their places, copies prefixes, and gives each token's mixed
+    /// values `[tokens, heads · head_dim]` over columns `0..=position` of its slot.
+    fn cached_attention(qkv: CachedQkv<'_, Self>, cache: &mut LayerCache<Self>, step: &CacheStep) -> Tensor<Self, 2> {
+        composite(qkv, cache, step)
+    }
+}
+
+impl AttentionBackend for Flex {}
+
+/// [`AttentionBackend::cached_attention`] in operations that every backend has.
+pub(super) fn composite<B: Backend>(
+    qkv: CachedQkv<'_, B>,
+    cache: &mut LayerCache<B>,
+    step: &CacheStep,
+) -> Tensor<B, 2> {
+    let (mut keys, mut values) = cache.take();
+    let device = keys.device();
+    let [slots, kv_heads, d, max_seq_len] = keys.dims();
+    let tokens = qkv.query.dims()[0];
+    step.check(tokens, slots, max_seq_len);
+    let indices = |of: fn(&super::TokenPlace) -> usize| {
+        let list: Vec<i64> = step.tokens.iter().map(|t| of(t) as i64).collect();
+        Tensor::<B, 1, Int>::from_data(TensorData::new(list, [tokens]), &device)
+    };
+    let positions = indices(|t| t.position);
+    let rotation = qkv.rope.rotation(positions.clone().reshape([tokens, 1]));
+    let query = rotation.apply(qkv.query_norm.forward(qkv.query.reshape([tokens, 1, qkv.heads, d])));
+    let key = rotation
+        .apply(qkv.key_norm.forward(qkv.key.reshape([tokens, 1, kv_heads, d])))
+        .reshape([tokens, kv_heads, d, 1]);
+    let value = qkv.value.reshape([tokens, kv_heads, 1, d]);
+
+    for (i, place) in step.tokens.iter().enumerate() {
+        let (s, p) = (place.slot, place.position);
+        let row = |t: &Tensor<B, 4>| t.clone().slice([i..i + 1]);
+        keys = keys.slice_assign([s..s + 1, 0..kv_heads, 0..d, p..p + 1], row(&key));
+        values = values.slice_assign([s..s + 1, 0..kv_heads, p..p + 1, 0..d], row(&value));
+    }
+    for copy in &step.copies {
+        let (from, to, n) = (copy.from, copy.to, copy.len);
+        let k = keys.clone().slice([from..from + 1, 0..kv_heads, 0..d, 0..n]);
+        keys = keys.slice_assign([to..to + 1, 0..kv_heads, 0..d, 0..n], k);
+        let v = values.clone().slice([from..from + 1, 0..kv_heads, 0..n]);
+        values = values.slice_assign([to..to + 1, 0..kv_heads, 0..n, 0..d], v);
+    }
+
+    let used = step.tokens.iter().map(|t| t.position + 1).max().unwrap_or(0);
+    let slot_ids = indices(|t| t.slot);
+    let seen_keys = keys.clone().narrow(3, 0, used).select(0, slot_ids.clone());
+    let seen_values = values.clone().narrow(2, 0, used).select(0, slot_ids);
+    cache.restore(keys, values);
+
+    let beyond: Tensor<B, 2, Bool> = Tensor::<B, 1, Int>::arange(0..used as i64, &device)
+        .reshape([1, used])
+        .expand([tokens, used])
+        .greater(positions.reshape([tokens, 1]).expand([tokens, used]));
+    let query = (query * (d as f32).powf(-0.5)).reshape([tokens, kv_heads, qkv.heads / kv_heads, d]);
+    let scores = query
+        .matmul(seen_keys)
+        .mask_fill(beyond.reshape([tokens, 1, 1, used]), MASKED_SCORE);
+    softmax(scores, 3).matmul(seen_values).reshape([tokens, qkv.heads * d])
+}

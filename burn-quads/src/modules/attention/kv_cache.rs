@@ -1,0 +1,127 @@
+//! Keys and values of the tokens seen so far, in memory allocated once.
+use burn::{prelude::Backend, tensor::Tensor};
+
+/// Size of a [`KvCache`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KvCacheConfig {
+    /// Decoder layers.
+    pub num_layers: usize,
+    /// Sequences held at once.
+    pub slots: usize,
+    /// Key and value heads.
+    pub num_key_value_heads: usize,
+    /// Tokens a slot can hold.
+    pub max_seq_len: usize,
+    /// Channels of one head.
+    pub head_dim: usize,
+}
+
+impl KvCacheConfig {
+    /// Allocates the cache, filled with zeros.
+    pub fn init<B: Backend>(&self, device: &B::Device) -> KvCache<B> {
+        let (s, h, n, d) = (self.slots, self.num_key_value_heads, self.max_seq_len, self.head_dim);
+        KvCache {
+            layers: (0..self.num_layers)
+                .map(|_| LayerCache {
+                    keys: Tensor::zeros([s, h, d, n], device),
+                    values: Tensor::zeros([s, h, n, d], device),
+                })
+                .collect(),
+        }
+    }
+}
+
+/// The cache of a model: one [`LayerCache`] a decoder layer. Slots have lengths of their own, which the caller keeps: a
+/// token of position `p` sees columns `0..=p` of its slot, whatever lies beyond.
+#[derive(Debug)]
+pub struct KvCache<B: Backend> {
+    /// In layer order.
+    pub layers: Vec<LayerCache<B>>,
+}
+
+/// Keys and values of one layer. Its tensors are never shared, so that a backend can write in place.
+#[derive(Debug)]
+pub struct LayerCache<B: Backend> {
+    /// Normed and rotated, `[slots, kv_heads, head_dim, max_seq_len]`: neighbouring keys are neighbours in memory, so
+    /// that the scores of one query are computed side by side.
+    pub(super) keys: Tensor<B, 4>,
+    /// `[slots, kv_heads, max_seq_len, head_dim]`.
+    pub(super) values: Tensor<B, 4>,
+}
+
+impl<B: Backend> LayerCache<B> {
+    /// Takes the tensors out, leaving empty ones; the taker puts them back with [`Self::restore`].
+    pub(super) fn take(&mut self) -> (Tensor<B, 4>, Tensor<B, 4>) {
+        let device = self.keys.device();
+        let empty = || Tensor::empty([0, 0, 0, 0], &device);
+        (
+            core::mem::replace(&mut self.keys, empty()),
+            core::mem::replace(&mut self.values, empty()),
+        )
+    }
+
+    pub(super) fn restore(&mut self, keys: Tensor<B, 4>, values: Tensor<B, 4>) {
+        self.keys = keys;
+        self.values = values;
+    }
+
+    /// Bytes of keys and values.
+    pub fn bytes(&self) -> usize {
+        let size = |t: &Tensor<B, 4>| t.shape().num_elements() * t.dtype().size();
+        size(&self.keys) + size(&self.values)
+    }
+}
+
+/// Where one token goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TokenPlace {
+    /// Row of the cache.
+    pub slot: usize,
+    /// Position in the sequence, and column of the cache.
+    pub position: usize,
+}
+
+/// Columns `0..len` of one slot, copied to another after the new keys and values are written and before anything is
+/// attended to: samples of one prompt compute it once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrefixCopy {
+    /// Source slot.
+    pub from: usize,
+    /// Destination slot.
+    pub to: usize,
+    /// Number of columns.
+    pub len: usize,
+}
+
+/// What one call appends to the cache.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CacheStep {
+    /// One entry a token, no place twice.
+    pub tokens: Vec<TokenPlace>,
+    /// Shared prefixes.
+    pub copies: Vec<PrefixCopy>,
+}
+
+impl CacheStep {
+    /// # Panics
+    /// If a place lies outside a cache of `slots` × `max_seq_len`, or the number of tokens is not `tokens`.
+    pub(super) fn check(&self, tokens: usize, slots: usize, max_seq_len: usize) {
+        assert_eq!(
+            self.tokens.len(),
+            tokens,
+            "KV cache: the step places {} tokens, the batch has {tokens}",
+            self.tokens.len()
+        );
+        let inside = |slot: usize, end: usize| {
+            assert!(
+                slot < slots && end <= max_seq_len,
+                "KV cache: slot {slot}, {end} tokens, exceeds {slots} slots of {max_seq_len} tokens"
+            );
+        };
+        self.tokens.iter().for_each(|t| inside(t.slot, t.position + 1));
+        self.copies.iter().for_each(|c| {
+            inside(c.from, c.len);
+            inside(c.to, c.len);
+        });
+    }
+}

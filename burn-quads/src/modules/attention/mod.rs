@@ -1,0 +1,200 @@
+//! Grouped-query attention with per-head QK-norm and rotary positions, as in Qwen3.
+//!
+//! [`QuadsAttention::forward`] runs whole sequences (scoring, training); [`QuadsAttention::forward_cached`] appends
+//! tokens to a [`KvCache`] (sampling). Both compute one function.
+mod cached;
+mod kv_cache;
+#[cfg(test)]
+mod tests;
+
+pub use cached::{AttentionBackend, CachedQkv};
+pub use kv_cache::{CacheStep, KvCache, KvCacheConfig, LayerCache, PrefixCopy, TokenPlace};
+
+use super::rotary::{RotaryEmbedding, Rotation};
+use burn::{
+    config::Config,
+    module::Module,
+    nn::{Linear as QuadsLinear, LinearConfig as QuadsLinearConfig, RmsNorm, RmsNormConfig},
+    prelude::Backend,
+    tensor::{Bool, Int, Tensor, activation::softmax},
+};
+
+/// Score of a key that must not be attended to. Finite, so that a row without any key (padding) stays finite too: its
+/// weights become equal instead of 0/0. Beside a real score its weight is exactly 0.
+const MASKED_SCORE: f32 = -1e30;
+
+/// Configuration of [`QuadsAttention`], with the names of Qwen3's `config.json`.
+#[derive(Config, Debug)]
+pub struct QuadsAttentionConfig {
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Query heads.
+    pub num_attention_heads: usize,
+    /// Key and value heads; divides `num_attention_heads`.
+    pub num_key_value_heads: usize,
+    /// Channels of one head, independent of `hidden_size`.
+    pub head_dim: usize,
+    /// Whether the four projections have a bias.
+    #[config(default = false)]
+    pub attention_bias: bool,
+    /// Epsilon of `q_norm` and `k_norm`.
+    #[config(default = "1e-6")]
+    pub rms_norm_eps: f64,
+}
+
+impl QuadsAttentionConfig {
+    /// Makes the module with random weights.
+    ///
+    /// # Panics
+    /// If `num_key_value_heads` does not divide `num_attention_heads`.
+    pub fn init<B: Backend>(&self, device: &B::Device) -> QuadsAttention<B> {
+        let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
+        assert!(
+            kv_heads > 0 && heads.is_multiple_of(kv_heads),
+            "attention: num_key_value_heads ({kv_heads}) must divide num_attention_heads ({heads})"
+        );
+        let linear = |d_input, d_output| {
+            QuadsLinearConfig::new(d_input, d_output)
+                .with_bias(self.attention_bias)
+                .init(device)
+        };
+        let norm = || {
+            RmsNormConfig::new(self.head_dim)
+                .with_epsilon(self.rms_norm_eps)
+                .init(device)
+        };
+        QuadsAttention {
+            q_proj: linear(self.hidden_size, heads * self.head_dim),
+            k_proj: linear(self.hidden_size, kv_heads * self.head_dim),
+            v_proj: linear(self.hidden_size, kv_heads * self.head_dim),
+            o_proj: linear(heads * self.head_dim, self.hidden_size),
+            q_norm: norm(),
+            k_norm: norm(),
+            num_attention_heads: heads,
+            num_key_value_heads: kv_heads,
+            head_dim: self.head_dim,
+        }
+    }
+}
+
+/// Self-attention of one decoder layer. Field names are Hugging Face's.
+#[derive(Module, Debug)]
+pub struct QuadsAttention<B: Backend> {
+    /// `[hidden_size, num_attention_heads · head_dim]`.
+    pub q_proj: QuadsLinear<B>,
+    /// `[hidden_size, num_key_value_heads · head_dim]`.
+    pub k_proj: QuadsLinear<B>,
+    /// `[hidden_size, num_key_value_heads · head_dim]`.
+    pub v_proj: QuadsLinear<B>,
+    /// `[num_attention_heads · head_dim, hidden_size]`.
+    pub o_proj: QuadsLinear<B>,
+    /// Norm over `head_dim` of each query head, before the rotation.
+    pub q_norm: RmsNorm<B>,
+    /// Norm over `head_dim` of each key head, before the rotation.
+    pub k_norm: RmsNorm<B>,
+    num_attention_heads: usize,
+    num_key_value_heads: usize,
+    head_dim: usize,
+}
+
+impl<B: Backend> QuadsAttention<B> {
+    /// Causal attention over whole sequences.
+    ///
+    /// # Shapes
+    /// - x: `[batch, seq, hidden_size]`
+    /// - output: `[batch, seq, hidden_size]`; rows at padding are finite and mean nothing
+    pub fn forward(&self, x: Tensor<B, 3>, context: &AttentionContext<B>) -> Tensor<B, 3> {
+        let [batch, seq, _] = x.dims();
+        let (heads, kv_heads, d) = (self.num_attention_heads, self.num_key_value_heads, self.head_dim);
+        let split = |x: Tensor<B, 3>, heads: usize| x.reshape([batch, seq, heads, d]);
+        let q = split(self.q_proj.forward(x.clone()), heads);
+        let k = split(self.k_proj.forward(x.clone()), kv_heads);
+        let v = split(self.v_proj.forward(x), kv_heads);
+        let q = context.rotation.apply(self.q_norm.forward(q));
+        let k = context.rotation.apply(self.k_norm.forward(k));
+
+        // The query heads of one key head become rows of one product.
+        let group = heads / kv_heads;
+        let q = (q * (d as f32).powf(-0.5))
+            .swap_dims(1, 2)
+            .reshape([batch, kv_heads, group * seq, d]);
+        let k = k.swap_dims(1, 2).swap_dims(2, 3);
+        let v = v.swap_dims(1, 2);
+        let scores = q
+            .matmul(k)
+            .reshape([batch, heads, seq, seq])
+            .mask_fill(context.mask.clone(), MASKED_SCORE);
+        let mixed = softmax(scores, 3)
+            .reshape([batch, kv_heads, group * seq, seq])
+            .matmul(v)
+            .reshape([batch, heads, seq, d])
+            .swap_dims(1, 2)
+            .reshape([batch, seq, heads * d]);
+        self.o_proj.forward(mixed)
+    }
+}
+
+impl<B: AttentionBackend> QuadsAttention<B> {
+    /// Appends tokens to their slots of the cache and attends to everything before them there. Tokens of several
+    /// slots, and several tokens of a slot (a prompt), go through one call.
+    ///
+    /// # Shapes
+    /// - x: `[tokens, hidden_size]`, in the order of `step.tokens`
+    /// - output: `[tokens, hidden_size]`
+    ///
+    /// # Panics
+    /// If `step` does not fit `x`, the cache or the rotary tables.
+    pub fn forward_cached(
+        &self,
+        x: Tensor<B, 2>,
+        rope: &RotaryEmbedding<B>,
+        cache: &mut LayerCache<B>,
+        step: &CacheStep,
+    ) -> Tensor<B, 2> {
+        let qkv = CachedQkv {
+            query: self.q_proj.forward(x.clone()),
+            key: self.k_proj.forward(x.clone()),
+            value: self.v_proj.forward(x),
+            query_norm: &self.q_norm,
+            key_norm: &self.k_norm,
+            rope,
+            heads: self.num_attention_heads,
+        };
+        self.o_proj.forward(B::cached_attention(qkv, cache, step))
+    }
+}
+
+/// What all layers share in one pass over whole sequences: rotations and the mask, made once.
+#[derive(Clone, Debug)]
+pub struct AttentionContext<B: Backend> {
+    rotation: Rotation<B>,
+    /// True where a query (dimension 2) must not see a key (dimension 3): `[batch or 1, 1, seq, seq]`.
+    mask: Tensor<B, 4, Bool>,
+}
+
+impl<B: Backend> AttentionContext<B> {
+    /// - `positions` `[batch, seq]`: 0, 1, 2, … in every row when absent. Left-padded rows need them.
+    /// - `padding` `[batch, seq]`, true at padding, on either side: no token attends to it.
+    pub fn new(
+        rope: &RotaryEmbedding<B>,
+        seq: usize,
+        positions: Option<Tensor<B, 2, Int>>,
+        padding: Option<Tensor<B, 2, Bool>>,
+    ) -> Self {
+        let device = rope.cos.device();
+        let rotation = match positions {
+            Some(positions) => rope.rotation(positions),
+            None => rope.first(seq),
+        };
+        let causal = Tensor::<B, 2, Bool>::tril_mask([seq, seq], 0, &device).unsqueeze::<4>();
+        let mask = match padding {
+            Some(padding) => {
+                let [batch, _] = padding.dims();
+                let keys = padding.reshape([batch, 1, 1, seq]).expand([batch, 1, seq, seq]);
+                causal.expand([batch, 1, seq, seq]).bool_or(keys)
+            }
+            None => causal,
+        };
+        Self { rotation, mask }
+    }
+}
