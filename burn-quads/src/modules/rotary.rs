@@ -96,7 +96,7 @@ impl<B: Backend> RotaryEmbedding<B> {
             seq <= max,
             "rotary embedding: a sequence of {seq} tokens exceeds the table of {max} positions"
         );
-        let rows = |table: &Tensor<B, 2>| table.clone().slice([0..seq]).reshape([1, seq, 1, head_dim]);
+        let rows = |table: &Tensor<B, 2>| table.clone().narrow(0, 0, seq).reshape([1, seq, 1, head_dim]);
         Rotation {
             cos: rows(&self.cos),
             sin: rows(&self.sin),

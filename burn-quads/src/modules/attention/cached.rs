@@ -1,27 +1,31 @@
 //! Attention over a [`KvCache`](super::KvCache), as one operation of the backend.
-use super::{CacheStep, LayerCache, MASKED_SCORE};
+use super::{CacheStep, LayerCache, MASKED_SCORE, host};
 use crate::modules::rotary::RotaryEmbedding;
 use burn::{
-    backend::Flex,
+    backend::{Autodiff, Flex, autodiff::checkpoint::strategy::CheckpointStrategy},
+    module::Param,
     nn::RmsNorm,
     prelude::Backend,
     tensor::{Bool, Int, Tensor, TensorData, activation::softmax},
 };
 
 /// Projections of new tokens, before norm and rotation, and what these need.
-pub struct CachedQkv<'a, B: Backend> {
+#[derive(Debug)]
+pub struct CachedQkv<B: Backend> {
     /// `[tokens, heads · head_dim]`.
     pub query: Tensor<B, 2>,
     /// `[tokens, kv_heads · head_dim]`.
     pub key: Tensor<B, 2>,
     /// `[tokens, kv_heads · head_dim]`.
     pub value: Tensor<B, 2>,
-    /// Norm of each query head.
-    pub query_norm: &'a RmsNorm<B>,
-    /// Norm of each key head.
-    pub key_norm: &'a RmsNorm<B>,
+    /// Norm weight of each query head, `[head_dim]`.
+    pub query_norm: Tensor<B, 1>,
+    /// Norm weight of each key head, `[head_dim]`.
+    pub key_norm: Tensor<B, 1>,
+    /// Epsilon of both norms.
+    pub epsilon: f64,
     /// Rotations by position.
-    pub rope: &'a RotaryEmbedding<B>,
+    pub rope: RotaryEmbedding<B>,
     /// Query heads.
     pub heads: usize,
 }
@@ -30,39 +34,49 @@ pub struct CachedQkv<'a, B: Backend> {
 pub trait AttentionBackend: Backend {
     /// Norms and rotates `qkv`, writes keys and values to their places, copies prefixes, and gives each token's mixed
     /// values `[tokens, heads · head_dim]` over columns `0..=position` of its slot.
-    fn cached_attention(qkv: CachedQkv<'_, Self>, cache: &mut LayerCache<Self>, step: &CacheStep) -> Tensor<Self, 2> {
+    ///
+    /// The default is made of Burn's operations and right on every backend; it writes a token at a time. Flex runs one
+    /// threaded host function, in which a token's result does not depend on the others.
+    fn cached_attention(qkv: CachedQkv<Self>, cache: &mut LayerCache<Self>, step: &CacheStep) -> Tensor<Self, 2> {
         composite(qkv, cache, step)
     }
 }
 
-impl AttentionBackend for Flex {}
+impl AttentionBackend for Flex {
+    fn cached_attention(qkv: CachedQkv<Self>, cache: &mut LayerCache<Self>, step: &CacheStep) -> Tensor<Self, 2> {
+        host::cached_attention(qkv, cache, step)
+    }
+}
+
+impl<B: Backend, C: CheckpointStrategy> AttentionBackend for Autodiff<B, C> {}
 
 /// [`AttentionBackend::cached_attention`] in operations that every backend has.
-pub(super) fn composite<B: Backend>(
-    qkv: CachedQkv<'_, B>,
-    cache: &mut LayerCache<B>,
-    step: &CacheStep,
-) -> Tensor<B, 2> {
+pub(super) fn composite<B: Backend>(qkv: CachedQkv<B>, cache: &mut LayerCache<B>, step: &CacheStep) -> Tensor<B, 2> {
+    let [tokens, width] = qkv.query.dims();
+    step.check(tokens, cache);
     let (mut keys, mut values) = cache.take();
     let device = keys.device();
-    let [slots, kv_heads, d, max_seq_len] = keys.dims();
-    let tokens = qkv.query.dims()[0];
-    step.check(tokens, slots, max_seq_len);
+    let [_, kv_heads, _, d] = values.dims();
     let indices = |of: fn(&super::TokenPlace) -> usize| {
         let list: Vec<i64> = step.tokens.iter().map(|t| of(t) as i64).collect();
         Tensor::<B, 1, Int>::from_data(TensorData::new(list, [tokens]), &device)
     };
     let positions = indices(|t| t.position);
     let rotation = qkv.rope.rotation(positions.clone().reshape([tokens, 1]));
-    let query = rotation.apply(qkv.query_norm.forward(qkv.query.reshape([tokens, 1, qkv.heads, d])));
-    let key = rotation
-        .apply(qkv.key_norm.forward(qkv.key.reshape([tokens, 1, kv_heads, d])))
-        .reshape([tokens, kv_heads, d, 1]);
+    let norm_rotate = |x: Tensor<B, 2>, heads: usize, gamma: Tensor<B, 1>| {
+        let norm = RmsNorm {
+            gamma: Param::from_tensor(gamma),
+            epsilon: qkv.epsilon,
+        };
+        rotation.apply(norm.forward(x.reshape([tokens, 1, heads, d])))
+    };
+    let query = norm_rotate(qkv.query, qkv.heads, qkv.query_norm);
+    let key = norm_rotate(qkv.key, kv_heads, qkv.key_norm).reshape([tokens, kv_heads, d, 1]);
     let value = qkv.value.reshape([tokens, kv_heads, 1, d]);
 
     for (i, place) in step.tokens.iter().enumerate() {
         let (s, p) = (place.slot, place.position);
-        let row = |t: &Tensor<B, 4>| t.clone().slice([i..i + 1]);
+        let row = |t: &Tensor<B, 4>| t.clone().narrow(0, i, 1);
         keys = keys.slice_assign([s..s + 1, 0..kv_heads, 0..d, p..p + 1], row(&key));
         values = values.slice_assign([s..s + 1, 0..kv_heads, p..p + 1, 0..d], row(&value));
     }
@@ -88,5 +102,5 @@ pub(super) fn composite<B: Backend>(
     let scores = query
         .matmul(seen_keys)
         .mask_fill(beyond.reshape([tokens, 1, 1, used]), MASKED_SCORE);
-    softmax(scores, 3).matmul(seen_values).reshape([tokens, qkv.heads * d])
+    softmax(scores, 3).matmul(seen_values).reshape([tokens, width])
 }

@@ -1,4 +1,5 @@
 //! Keys and values of the tokens seen so far, in memory allocated once.
+use super::host::LANES;
 use burn::{prelude::Backend, tensor::Tensor};
 
 /// Size of a [`KvCache`].
@@ -23,7 +24,7 @@ impl KvCacheConfig {
         KvCache {
             layers: (0..self.num_layers)
                 .map(|_| LayerCache {
-                    keys: Tensor::zeros([s, h, d, n], device),
+                    keys: Tensor::zeros([s, h, d, n.next_multiple_of(LANES)], device),
                     values: Tensor::zeros([s, h, n, d], device),
                 })
                 .collect(),
@@ -42,8 +43,8 @@ pub struct KvCache<B: Backend> {
 /// Keys and values of one layer. Its tensors are never shared, so that a backend can write in place.
 #[derive(Debug)]
 pub struct LayerCache<B: Backend> {
-    /// Normed and rotated, `[slots, kv_heads, head_dim, max_seq_len]`: neighbouring keys are neighbours in memory, so
-    /// that the scores of one query are computed side by side.
+    /// Normed and rotated, `[slots, kv_heads, head_dim, columns]`: neighbouring keys are neighbours in memory, so that
+    /// the scores of one query are computed side by side, in blocks. `columns` is `max_seq_len` rounded up to blocks.
     pub(super) keys: Tensor<B, 4>,
     /// `[slots, kv_heads, max_seq_len, head_dim]`.
     pub(super) values: Tensor<B, 4>,
@@ -104,8 +105,9 @@ pub struct CacheStep {
 
 impl CacheStep {
     /// # Panics
-    /// If a place lies outside a cache of `slots` × `max_seq_len`, or the number of tokens is not `tokens`.
-    pub(super) fn check(&self, tokens: usize, slots: usize, max_seq_len: usize) {
+    /// If the number of places is not `tokens`, or a place lies outside `cache`.
+    pub(super) fn check<B: Backend>(&self, tokens: usize, cache: &LayerCache<B>) {
+        let [slots, _, max_seq_len, _] = cache.values.dims();
         assert_eq!(
             self.tokens.len(),
             tokens,

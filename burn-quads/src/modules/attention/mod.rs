@@ -3,6 +3,7 @@
 //! [`QuadsAttention::forward`] runs whole sequences (scoring, training); [`QuadsAttention::forward_cached`] appends
 //! tokens to a [`KvCache`] (sampling). Both compute one function.
 mod cached;
+mod host;
 mod kv_cache;
 #[cfg(test)]
 mod tests;
@@ -155,9 +156,10 @@ impl<B: AttentionBackend> QuadsAttention<B> {
             query: self.q_proj.forward(x.clone()),
             key: self.k_proj.forward(x.clone()),
             value: self.v_proj.forward(x),
-            query_norm: &self.q_norm,
-            key_norm: &self.k_norm,
-            rope,
+            query_norm: self.q_norm.gamma.val(),
+            key_norm: self.k_norm.gamma.val(),
+            epsilon: self.q_norm.epsilon,
+            rope: rope.clone(),
             heads: self.num_attention_heads,
         };
         self.o_proj.forward(B::cached_attention(qkv, cache, step))

@@ -9,7 +9,10 @@ type B = Flex;
 const HIDDEN: usize = 24;
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
-const HEAD_DIM: usize = 8;
+// One block of channels and a rest.
+const HEAD_DIM: usize = 40;
+// More than one block of keys.
+const MAX_SEQ_LEN: usize = 40;
 
 fn attention<B: Backend>(device: &B::Device) -> QuadsAttention<B> {
     B::seed(device, 7);
@@ -27,7 +30,7 @@ fn attention<B: Backend>(device: &B::Device) -> QuadsAttention<B> {
 }
 
 fn rope<B: Backend>(device: &B::Device) -> RotaryEmbedding<B> {
-    RotaryEmbeddingConfig::new(32, HEAD_DIM).init(device)
+    RotaryEmbeddingConfig::new(MAX_SEQ_LEN, HEAD_DIM).init(device)
 }
 
 fn assert_close<const D: usize>(a: Tensor<B, D>, b: Tensor<B, D>, tolerance: f32) {
@@ -213,7 +216,7 @@ fn cache<B: Backend>(device: &B::Device) -> KvCache<B> {
         num_layers: 1,
         slots: 3,
         num_key_value_heads: KV_HEADS,
-        max_seq_len: 12,
+        max_seq_len: MAX_SEQ_LEN,
         head_dim: HEAD_DIM,
     }
     .init(device)
@@ -223,10 +226,10 @@ fn cache<B: Backend>(device: &B::Device) -> KvCache<B> {
 fn any_division_into_steps_equals_the_whole_sequence() {
     let device = Default::default();
     let attention = attention::<B>(&device);
-    let x = Tensor::random([1, 11, HIDDEN], Distribution::Default, &device);
-    let whole = attention.forward(x.clone(), &AttentionContext::new(&rope(&device), 11, None, None));
+    let x = Tensor::random([1, 37, HIDDEN], Distribution::Default, &device);
+    let whole = attention.forward(x.clone(), &AttentionContext::new(&rope(&device), 37, None, None));
     let mut cache = cache(&device);
-    for pieces in [vec![11], vec![1; 11], vec![5, 1, 1, 4]] {
+    for pieces in [vec![37], vec![1; 37], vec![5, 1, 1, 30]] {
         // The same slot again: what an earlier sequence left beyond a token's position is not seen.
         let cached = in_pieces(&attention, x.clone(), 1, &mut cache, &pieces);
         assert_close(cached, whole.clone(), 2e-6);
@@ -258,12 +261,97 @@ fn a_copied_prefix_equals_a_computed_one() {
 }
 
 #[test]
-#[should_panic(expected = "slot 1, 13 tokens, exceeds 3 slots of 12 tokens")]
+fn the_host_function_equals_burns_operations() {
+    let device = Default::default();
+    let attention = attention::<B>(&device);
+    let qkv = |x: Tensor<B, 2>| CachedQkv {
+        query: attention.q_proj.forward(x.clone()),
+        key: attention.k_proj.forward(x.clone()),
+        value: attention.v_proj.forward(x),
+        query_norm: attention.q_norm.gamma.val(),
+        key_norm: attention.k_norm.gamma.val(),
+        epsilon: 1e-6,
+        rope: rope(&device),
+        heads: HEADS,
+    };
+    let place = |slot, position| TokenPlace { slot, position };
+    let steps = [
+        // Slot 0 gets a prompt of 5; slot 2 copies it; slot 1 starts with one token.
+        CacheStep {
+            tokens: (0..5).map(|p| place(0, p)).chain([place(2, 4), place(1, 0)]).collect(),
+            copies: vec![PrefixCopy { from: 0, to: 2, len: 4 }],
+        },
+        CacheStep {
+            tokens: vec![place(1, 1), place(2, 5), place(0, 5)],
+            copies: vec![],
+        },
+    ];
+    let (mut a, mut b) = (cache::<B>(&device), cache::<B>(&device));
+    for step in steps {
+        let x = Tensor::random([step.tokens.len(), HIDDEN], Distribution::Default, &device);
+        assert_close(
+            host::cached_attention(qkv(x.clone()), &mut a.layers[0], &step),
+            cached::composite(qkv(x), &mut b.layers[0], &step),
+            1e-6,
+        );
+        assert_close(a.layers[0].keys.clone(), b.layers[0].keys.clone(), 1e-6);
+        assert_close(a.layers[0].values.clone(), b.layers[0].values.clone(), 0.0);
+    }
+}
+
+#[test]
+fn a_token_has_the_same_bits_alone_and_among_others() {
+    let device = Default::default();
+    let attention = attention::<B>(&device);
+    let row = |n: usize| Tensor::<B, 2>::random([n, HEADS * HEAD_DIM], Distribution::Default, &device);
+    let run = |rows: &[Tensor<B, 2>], slots: &[usize], cache: &mut KvCache<B>, position: usize| {
+        let x = Tensor::cat(rows.to_vec(), 0);
+        let kv = x.clone().narrow(1, 0, KV_HEADS * HEAD_DIM);
+        let qkv = CachedQkv {
+            query: x,
+            key: kv.clone(),
+            value: kv,
+            query_norm: attention.q_norm.gamma.val(),
+            key_norm: attention.k_norm.gamma.val(),
+            epsilon: 1e-6,
+            rope: rope(&device),
+            heads: HEADS,
+        };
+        let tokens = slots.iter().map(|&slot| TokenPlace { slot, position }).collect();
+        B::cached_attention(qkv, &mut cache.layers[0], &CacheStep { tokens, copies: vec![] })
+    };
+    let (mut alone, mut among) = (cache(&device), cache(&device));
+    for position in 0..7 {
+        let mine = row(1);
+        let a = run(std::slice::from_ref(&mine), &[2], &mut alone, position);
+        let b = run(&[row(1), mine, row(1)], &[0, 1, 2], &mut among, position);
+        assert_eq!(a.into_data(), b.narrow(0, 1, 1).into_data());
+    }
+}
+
+#[test]
+fn the_cache_is_written_in_place() {
+    let device = Default::default();
+    let attention = attention::<B>(&device);
+    let mut cache = cache::<B>(&device);
+    let address = |t: &Tensor<B, 4>| t.clone().into_primitive().tensor().bytes().as_ptr() as usize;
+    let before = (address(&cache.layers[0].keys), address(&cache.layers[0].values));
+    let x = Tensor::random([1, 12, HIDDEN], Distribution::Default, &device);
+    in_pieces(&attention, x, 1, &mut cache, &[4, 1, 1, 6]);
+    let after = (address(&cache.layers[0].keys), address(&cache.layers[0].values));
+    assert_eq!(before, after);
+}
+
+#[test]
+#[should_panic(expected = "slot 1, 41 tokens, exceeds 3 slots of 40 tokens")]
 fn a_place_outside_the_cache_is_refused() {
     let device = Default::default();
     let attention = attention::<B>(&device);
     let step = CacheStep {
-        tokens: vec![TokenPlace { slot: 1, position: 12 }],
+        tokens: vec![TokenPlace {
+            slot: 1,
+            position: MAX_SEQ_LEN,
+        }],
         copies: vec![],
     };
     attention.forward_cached(

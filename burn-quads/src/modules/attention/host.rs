@@ -1,0 +1,332 @@
+//! [`AttentionBackend::cached_attention`](super::AttentionBackend::cached_attention) on the CPU.
+//!
+//! A token's sums run over its own slot in a fixed order, in lanes that are written out, without fused multiply-add: its
+//! bits depend neither on the other tokens, nor on the number of threads, nor on the CPU's vector width.
+use super::{CacheStep, CachedQkv, LayerCache, TokenPlace};
+use burn::tensor::{Tensor, TensorData, TensorPrimitive};
+use burn_flex::{Flex, FlexTensor};
+use rayon::prelude::*;
+
+/// Keys of one block of scores, and channels of one block of mixed values.
+pub(super) const LANES: usize = 32;
+
+/// Multiply-adds below which one thread is faster than several.
+const PARALLEL_WORK: usize = 1 << 17;
+
+/// Sizes of one layer's cache and heads.
+#[derive(Clone, Copy)]
+struct Sizes {
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    /// Columns of the values.
+    max_seq_len: usize,
+    /// Columns of the keys: `max_seq_len` rounded up to whole blocks.
+    key_columns: usize,
+}
+
+impl Sizes {
+    fn keys_at(&self, slot: usize, kv_head: usize) -> usize {
+        (slot * self.kv_heads + kv_head) * self.head_dim * self.key_columns
+    }
+
+    fn values_at(&self, slot: usize, kv_head: usize) -> usize {
+        (slot * self.kv_heads + kv_head) * self.max_seq_len * self.head_dim
+    }
+}
+
+/// RMS norm of one head and its rotation.
+struct NormRotate<'a> {
+    gamma: &'a [f32],
+    epsilon: f32,
+    cos: &'a [f32],
+    sin: &'a [f32],
+}
+
+impl NormRotate<'_> {
+    fn apply(&self, x: &[f32], position: usize, out: &mut [f32]) {
+        let d = x.len();
+        let squares: f32 = x.iter().map(|x| x * x).sum();
+        let inverse = 1.0 / (squares / d as f32 + self.epsilon).sqrt();
+        let (low, high) = out.split_at_mut(d / 2);
+        let cos = &self.cos[position * d..][..d / 2];
+        let sin = &self.sin[position * d + d / 2..][..d / 2];
+        for i in 0..d / 2 {
+            let a = x[i] * inverse * self.gamma[i];
+            let b = x[i + d / 2] * inverse * self.gamma[i + d / 2];
+            low[i] = a * cos[i] - b * sin[i];
+            high[i] = b * cos[i] + a * sin[i];
+        }
+    }
+}
+
+pub(super) fn cached_attention(
+    qkv: CachedQkv<Flex>,
+    cache: &mut LayerCache<Flex>,
+    step: &CacheStep,
+) -> Tensor<Flex, 2> {
+    let [tokens, width] = qkv.query.dims();
+    step.check(tokens, cache);
+    let (keys, values) = cache.take();
+    let sizes = Sizes {
+        heads: qkv.heads,
+        kv_heads: values.dims()[1],
+        head_dim: values.dims()[3],
+        max_seq_len: values.dims()[2],
+        key_columns: keys.dims()[3],
+    };
+    let (query, key, value) = (flex(qkv.query), flex(qkv.key), flex(qkv.value));
+    let (query_norm, key_norm) = (flex(qkv.query_norm), flex(qkv.key_norm));
+    let (cos, sin) = (flex(qkv.rope.cos), flex(qkv.rope.sin));
+    let norm_rotate = |gamma| NormRotate {
+        gamma,
+        epsilon: qkv.epsilon as f32,
+        cos: slice(&cos),
+        sin: slice(&sin),
+    };
+
+    let (mut keys, mut values) = (flex(keys), flex(values));
+    {
+        let (keys, values) = (keys.storage_mut::<f32>(), values.storage_mut::<f32>());
+        write(
+            sizes,
+            &norm_rotate(slice(&key_norm)),
+            slice(&key),
+            slice(&value),
+            step,
+            keys,
+            values,
+        );
+        for copy in &step.copies {
+            copy_prefix(sizes, copy.from, copy.to, copy.len, keys, values);
+        }
+    }
+    let mut mixed = vec![0f32; tokens * width];
+    let attend = Attend {
+        sizes,
+        norm_rotate: norm_rotate(slice(&query_norm)),
+        keys: slice(&keys),
+        values: slice(&values),
+    };
+    let work = step.tokens.iter().map(|t| t.position + 1).sum::<usize>() * width;
+    let rows = |places: &[TokenPlace], query: &[f32], mixed: &mut [f32]| attend.rows(places, query, mixed);
+    if work < PARALLEL_WORK || width == 0 {
+        rows(&step.tokens, slice(&query), &mut mixed);
+    } else {
+        let chunk = tokens.div_ceil(4 * rayon::current_num_threads()).max(1);
+        mixed
+            .par_chunks_mut(chunk * width)
+            .zip(slice(&query).par_chunks(chunk * width))
+            .zip(step.tokens.par_chunks(chunk))
+            .for_each(|((mixed, query), places)| rows(places, query, mixed));
+    }
+    cache.restore(tensor(keys), tensor(values));
+    tensor(FlexTensor::from_data(TensorData::new(mixed, [tokens, width])))
+}
+
+fn flex<const D: usize>(x: Tensor<Flex, D>) -> FlexTensor {
+    x.into_primitive().tensor().to_contiguous()
+}
+
+fn tensor<const D: usize>(x: FlexTensor) -> Tensor<Flex, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(x))
+}
+
+/// The values of a contiguous tensor.
+fn slice(x: &FlexTensor) -> &[f32] {
+    x.as_slice::<f32>().expect("a contiguous f32 tensor")
+}
+
+/// Writes the keys, normed and rotated, and the values of new tokens to their places.
+fn write(
+    sizes: Sizes,
+    norm_rotate: &NormRotate,
+    key: &[f32],
+    value: &[f32],
+    step: &CacheStep,
+    keys: &mut [f32],
+    values: &mut [f32],
+) {
+    let d = sizes.head_dim;
+    let mut rotated = vec![0f32; d];
+    let rows = key.chunks_exact(d).zip(value.chunks_exact(d));
+    let heads = step
+        .tokens
+        .iter()
+        .flat_map(|place| (0..sizes.kv_heads).map(move |head| (place, head)));
+    for ((place, head), (key, value)) in heads.zip(rows) {
+        norm_rotate.apply(key, place.position, &mut rotated);
+        let column = sizes.keys_at(place.slot, head) + place.position;
+        for (c, x) in rotated.iter().enumerate() {
+            keys[column + c * sizes.key_columns] = *x;
+        }
+        let row = sizes.values_at(place.slot, head) + place.position * d;
+        values[row..row + d].copy_from_slice(value);
+    }
+}
+
+fn copy_prefix(sizes: Sizes, from: usize, to: usize, len: usize, keys: &mut [f32], values: &mut [f32]) {
+    for head in 0..sizes.kv_heads {
+        for c in 0..sizes.head_dim {
+            let row = |slot| sizes.keys_at(slot, head) + c * sizes.key_columns;
+            keys.copy_within(row(from)..row(from) + len, row(to));
+        }
+        let row = |slot| sizes.values_at(slot, head);
+        values.copy_within(row(from)..row(from) + len * sizes.head_dim, row(to));
+    }
+}
+
+/// Attention of new tokens over the written cache.
+struct Attend<'a> {
+    sizes: Sizes,
+    norm_rotate: NormRotate<'a>,
+    keys: &'a [f32],
+    values: &'a [f32],
+}
+
+impl Attend<'_> {
+    /// `query` and `mixed` are `[places, heads · head_dim]`.
+    fn rows(&self, places: &[TokenPlace], query: &[f32], mixed: &mut [f32]) {
+        #[cfg(target_arch = "x86_64")]
+        {
+            #[target_feature(enable = "avx2")]
+            fn wide(attend: &Attend, places: &[TokenPlace], query: &[f32], mixed: &mut [f32]) {
+                attend.rows_inline(places, query, mixed);
+            }
+            if is_x86_feature_detected!("avx2") {
+                // SAFETY: the CPU has the instructions that `wide` is compiled for.
+                return unsafe { wide(self, places, query, mixed) };
+            }
+        }
+        self.rows_inline(places, query, mixed);
+    }
+
+    #[inline(always)]
+    fn rows_inline(&self, places: &[TokenPlace], query: &[f32], mixed: &mut [f32]) {
+        let s = self.sizes;
+        let d = s.head_dim;
+        let scale = (d as f32).powf(-0.5);
+        let group = s.heads / s.kv_heads;
+        let longest = places.iter().map(|p| p.position + 1).max().unwrap_or(0);
+        let mut weights = vec![0f32; longest.next_multiple_of(LANES)];
+        let mut q = vec![0f32; d];
+        let rows = query.chunks_exact(d).zip(mixed.chunks_exact_mut(d));
+        let heads = places.iter().flat_map(|p| (0..s.heads).map(move |h| (p, h)));
+        for ((place, head), (query, mixed)) in heads.zip(rows) {
+            let len = place.position + 1;
+            self.norm_rotate.apply(query, place.position, &mut q);
+            q.iter_mut().for_each(|q| *q *= scale);
+            let keys = &self.keys[s.keys_at(place.slot, head / group)..][..d * s.key_columns];
+            let values = &self.values[s.values_at(place.slot, head / group)..][..len * d];
+            let weights = &mut weights[..len.next_multiple_of(LANES)];
+            scores(&q, keys, s.key_columns, weights);
+            let total = exponentials(weights, len);
+            mix(&weights[..len], values, mixed);
+            mixed.iter_mut().for_each(|x| *x /= total);
+        }
+    }
+}
+
+/// Dot products of `q` with every column of `keys` `[head_dim, columns]`, as many as `out` holds: whole blocks.
+#[inline(always)]
+fn scores(q: &[f32], keys: &[f32], columns: usize, out: &mut [f32]) {
+    for (block, out) in out.chunks_exact_mut(LANES).enumerate() {
+        let mut sums = [0f32; LANES];
+        for (q, row) in q.iter().zip(keys.chunks_exact(columns)) {
+            let row = &row[block * LANES..][..LANES];
+            for lane in 0..LANES {
+                sums[lane] += q * row[lane];
+            }
+        }
+        out.copy_from_slice(&sums);
+    }
+}
+
+/// Replaces the first `len` scores by `exp(score − largest)`, the rest by 0, and gives their sum.
+#[inline(always)]
+fn exponentials(scores: &mut [f32], len: usize) -> f32 {
+    scores[len..].fill(f32::NEG_INFINITY);
+    let mut largest = [f32::NEG_INFINITY; LANES];
+    for block in scores.chunks_exact(LANES) {
+        for lane in 0..LANES {
+            largest[lane] = if block[lane] > largest[lane] {
+                block[lane]
+            } else {
+                largest[lane]
+            };
+        }
+    }
+    let largest = largest.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    let mut sums = [0f32; LANES];
+    for block in scores.chunks_exact_mut(LANES) {
+        for lane in 0..LANES {
+            block[lane] = exp(block[lane] - largest);
+            sums[lane] += block[lane];
+        }
+    }
+    sums.into_iter().sum()
+}
+
+/// `e^x` for `x ≤ 0` or NaN, within 2 ulp; 0 below -87. In plain arithmetic, so that a loop over lanes becomes vector
+/// code and every platform gets the same bits (Cephes' `expf`: `2^n · e^r`, `|r| ≤ ln 2 / 2`).
+#[inline(always)]
+fn exp(x: f32) -> f32 {
+    /// 1.5 · 2^23: adding it leaves the nearest integer in the low bits.
+    const ROUND: f32 = 12_582_912.0;
+    const LN_2_HIGH: f32 = 0.693_359_4;
+    const LN_2_LOW: f32 = -2.121_944_4e-4;
+    let shifted = x * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    let r = x - n * LN_2_HIGH - n * LN_2_LOW;
+    let mut p = 1.987_569_1e-4;
+    for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_65, 0.5] {
+        p = p * r + c;
+    }
+    let p = p * r * r + r + 1.0;
+    let power = f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));
+    if x < -87.0 { 0.0 } else { p * power }
+}
+
+/// `Σ weight_j · value_j`, `values` being `[weights, head_dim]`.
+#[inline(always)]
+fn mix(weights: &[f32], values: &[f32], out: &mut [f32]) {
+    let d = out.len();
+    let mut blocks = out.chunks_exact_mut(LANES);
+    let mut start = 0;
+    for out in &mut blocks {
+        let mut sums = [0f32; LANES];
+        for (w, row) in weights.iter().zip(values.chunks_exact(d)) {
+            let row = &row[start..start + LANES];
+            for lane in 0..LANES {
+                sums[lane] += w * row[lane];
+            }
+        }
+        out.copy_from_slice(&sums);
+        start += LANES;
+    }
+    let rest = blocks.into_remainder();
+    rest.fill(0.0);
+    for (w, row) in weights.iter().zip(values.chunks_exact(d)) {
+        for (out, x) in rest.iter_mut().zip(&row[start..]) {
+            *out += w * x;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_within_two_ulp() {
+        for i in 0..870_000 {
+            let x = -i as f32 * 1e-4;
+            let expected = (x as f64).exp();
+            let error = (exp(x) as f64 - expected).abs() / expected;
+            assert!(error < 2.4e-7, "exp({x}) = {} off by {error:e}", exp(x));
+        }
+        assert_eq!(exp(0.0), 1.0);
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+        assert!(exp(f32::NAN).is_nan());
+    }
+}
