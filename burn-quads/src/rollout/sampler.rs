@@ -1,0 +1,112 @@
+//! From logits to a token and its log-probability.
+use rand::Rng;
+use rand_chacha::ChaCha8Rng;
+
+/// A logit is NaN or infinite.
+#[derive(Debug, PartialEq)]
+pub(super) struct NonFiniteLogit {
+    pub token: usize,
+    pub value: f32,
+}
+
+/// A drawn token and its log-probability.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Sample {
+    pub token: u32,
+    pub log_prob: f32,
+}
+
+/// Draws from `softmax(logits / temperature)`, in f64 and in index order, so that the result depends on nothing but
+/// `logits` and the next number of `rng`. Temperature 0 takes the largest logit, and no number.
+pub(super) fn sample(logits: &[f32], temperature: f32, rng: &mut ChaCha8Rng) -> Result<Sample, NonFiniteLogit> {
+    if let Some((token, &value)) = logits.iter().enumerate().find(|(_, x)| !x.is_finite()) {
+        return Err(NonFiniteLogit { token, value });
+    }
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let scale = if temperature == 0.0 {
+        1.0
+    } else {
+        1.0 / temperature as f64
+    };
+    let exponent = |logit: f32| (logit as f64 - largest as f64) * scale;
+    let total: f64 = logits.iter().map(|&x| exponent(x).exp()).sum();
+    let token = if temperature == 0.0 {
+        logits.iter().position(|&x| x == largest)
+    } else {
+        let mut left = rng.random::<f64>() * total;
+        logits.iter().position(|&x| {
+            left -= exponent(x).exp();
+            left < 0.0
+        })
+    };
+    // Rounding can leave a number just below the total unmatched: it belongs to the last token that has probability.
+    let token = token
+        .or_else(|| logits.iter().rposition(|&x| exponent(x).exp() > 0.0))
+        .unwrap_or(0);
+    Ok(Sample {
+        token: token as u32,
+        log_prob: (exponent(logits[token]) - total.ln()) as f32,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rand::SeedableRng;
+
+    fn rng() -> ChaCha8Rng {
+        ChaCha8Rng::seed_from_u64(3)
+    }
+
+    #[test]
+    fn frequencies_follow_the_tempered_softmax() {
+        let logits = [1.0f32, -0.5, 0.25, 2.0];
+        let temperature = 0.7;
+        let weights: Vec<f64> = logits.iter().map(|&x| (x as f64 / temperature as f64).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        let (mut rng, draws) = (rng(), 100_000);
+        let mut counts = [0; 4];
+        for _ in 0..draws {
+            let sample = sample(&logits, temperature, &mut rng).unwrap();
+            counts[sample.token as usize] += 1;
+            let expected = (weights[sample.token as usize] / total).ln();
+            assert!((sample.log_prob as f64 - expected).abs() < 1e-6);
+        }
+        for (count, weight) in counts.into_iter().zip(weights) {
+            let p = weight / total;
+            let deviation = (p * (1.0 - p) / draws as f64).sqrt();
+            assert!((count as f64 / draws as f64 - p).abs() < 5.0 * deviation, "{counts:?}");
+        }
+    }
+
+    #[test]
+    fn temperature_zero_takes_the_first_of_the_largest() {
+        let sample = sample(&[0.0, 3.0, 3.0, -1.0], 0.0, &mut rng()).unwrap();
+        assert_eq!(sample.token, 1);
+        let expected = -(2.0 + (-3f64).exp() + (-4f64).exp()).ln();
+        assert!((sample.log_prob as f64 - expected).abs() < 1e-6);
+    }
+
+    #[test]
+    fn a_token_without_probability_is_never_drawn() {
+        let mut rng = rng();
+        for _ in 0..1000 {
+            let sample = sample(&[-1e30, 0.0, -1e30], 1.0, &mut rng).unwrap();
+            assert_eq!((sample.token, sample.log_prob), (1, 0.0));
+        }
+    }
+
+    #[test]
+    fn huge_logits_do_not_overflow() {
+        let sample = sample(&[3e38, -3e38], 0.01, &mut rng()).unwrap();
+        assert_eq!((sample.token, sample.log_prob), (0, 0.0));
+    }
+
+    #[test]
+    fn a_non_finite_logit_is_named() {
+        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let error = sample(&[0.0, value], 1.0, &mut rng()).unwrap_err();
+            assert_eq!(error.token, 1);
+        }
+    }
+}
