@@ -1,1 +1,0 @@
-//! Log-probabilities of given tokens, in chunks.
