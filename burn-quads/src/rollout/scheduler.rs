@@ -92,10 +92,9 @@ impl<'a> Scheduler<'a> {
             tokens.push(*token);
             places.push(TokenPlace { slot, position: last });
             sampling.push(slot);
-            for position in sequence.cached..last {
-                prompt_tokens.push(prompt[position]);
-                prompt_places.push(TokenPlace { slot, position });
-            }
+            let rest = sequence.cached..last;
+            prompt_tokens.extend(rest.clone().map(|position| prompt[position]));
+            prompt_places.extend(rest.map(|position| TokenPlace { slot, position }));
         }
         tokens.append(&mut prompt_tokens);
         places.append(&mut prompt_places);
