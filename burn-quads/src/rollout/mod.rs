@@ -1,17 +1,18 @@
 //! Sampling completions from a model.
 //!
 //! Reading order: [`engine`] (the loop), `scheduler` (which tokens run next, and where), `sampler` (from logits to a
-//! token), [`routing`] (which experts were chosen), [`cached_lm`] (what a model offers). The cache itself is
+//! token), `routing` (which experts were chosen), [`cached_lm`] (what a model offers). The cache itself is
 //! [`KvCache`](crate::modules::attention::KvCache).
 pub mod cached_lm;
 pub mod engine;
-pub mod routing;
+mod routing;
 mod sampler;
 mod scheduler;
 
 pub use cached_lm::{CachedLm, CachedOutput};
 pub use engine::{RolloutEngine, RolloutError};
-pub use routing::ExpertIds;
+
+use crate::token_log_probs::RowRouting;
 
 /// How completions are sampled.
 #[derive(Clone, Debug, PartialEq)]
@@ -40,8 +41,9 @@ pub struct Completion {
     pub log_probs: Vec<f32>,
     /// Why it ended.
     pub finish: FinishReason,
-    /// Experts of every token that the model saw, when asked for.
-    pub expert_ids: Option<ExpertIds>,
+    /// Experts of every token that the model saw, when asked for: the prompt and all sampled tokens but the last, which
+    /// is never fed back.
+    pub expert_ids: Option<RowRouting>,
 }
 
 /// Why a completion ended.

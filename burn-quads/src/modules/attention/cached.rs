@@ -6,8 +6,9 @@ use burn::{
     module::Param,
     nn::RmsNorm,
     prelude::Backend,
-    tensor::{Bool, Int, Tensor, TensorData, activation::softmax},
+    tensor::{Bool, Int, Tensor, TensorData, TensorPrimitive, activation::softmax},
 };
+use burn_nvfp4::{Nvfp4, Nvfp4Backend, Nvfp4Tensor};
 
 /// Projections of new tokens, before norm and rotation, and what these need.
 #[derive(Debug)]
@@ -49,6 +50,41 @@ impl AttentionBackend for Flex {
 }
 
 impl<B: Backend, C: CheckpointStrategy> AttentionBackend for Autodiff<B, C> {}
+
+impl<B: Nvfp4Backend + AttentionBackend> AttentionBackend for Nvfp4<B> {
+    fn cached_attention(qkv: CachedQkv<Self>, cache: &mut LayerCache<Self>, step: &CacheStep) -> Tensor<Self, 2> {
+        let (keys, values) = cache.take();
+        let mut inner = LayerCache {
+            keys: unwrap(keys),
+            values: unwrap(values),
+        };
+        let qkv = CachedQkv {
+            query: unwrap(qkv.query),
+            key: unwrap(qkv.key),
+            value: unwrap(qkv.value),
+            query_norm: unwrap(qkv.query_norm),
+            key_norm: unwrap(qkv.key_norm),
+            epsilon: qkv.epsilon,
+            rope: RotaryEmbedding {
+                cos: unwrap(qkv.rope.cos),
+                sin: unwrap(qkv.rope.sin),
+            },
+            heads: qkv.heads,
+        };
+        let mixed = B::cached_attention(qkv, &mut inner, step);
+        cache.restore(wrap(inner.keys), wrap(inner.values));
+        wrap(mixed)
+    }
+}
+
+/// The tensor of the backend that [`Nvfp4`] decorates.
+fn unwrap<B: Nvfp4Backend, const D: usize>(x: Tensor<Nvfp4<B>, D>) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(x.into_primitive().tensor().dense()))
+}
+
+fn wrap<B: Nvfp4Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<Nvfp4<B>, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(Nvfp4Tensor::Dense(x.into_primitive().tensor())))
+}
 
 /// [`AttentionBackend::cached_attention`] in operations that every backend has.
 pub(super) fn composite<B: Backend>(qkv: CachedQkv<B>, cache: &mut LayerCache<B>, step: &CacheStep) -> Tensor<B, 2> {
