@@ -4,59 +4,13 @@
 //! parts that weights, activations and the engine's arithmetic cause, and [`RouteFlips`] counts tokens that chose other
 //! experts. With `d = log π_trainer − log π_rollout` and `r = exp(d)`, clamped to ±20 before the exponential; all sums
 //! are made on the host in f64, in token order. Names follow verl, TRL and prime-rl where these have one.
-use serde::{Serialize, Serializer, ser::SerializeMap};
-
 mod decomposition;
 mod route_flips;
 
 pub use decomposition::Decomposition;
 pub use route_flips::RouteFlips;
 
-use crate::grpo::loss::LOG_RATIO_BOUND;
-
-/// Names with numbers, in a fixed order. Serialises as a map.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Metrics(Vec<(&'static str, f64)>);
-
-impl Metrics {
-    /// No metrics.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Adds a metric at the end.
-    pub fn push(&mut self, name: &'static str, value: f64) {
-        debug_assert!(self.get(name).is_none(), "{name} twice");
-        self.0.push((name, value));
-    }
-
-    /// Adds all metrics of `other` at the end.
-    pub fn extend(&mut self, other: &Self) {
-        for &(name, value) in &other.0 {
-            self.push(name, value);
-        }
-    }
-
-    /// The value of a metric.
-    pub fn get(&self, name: &str) -> Option<f64> {
-        self.0.iter().find(|entry| entry.0 == name).map(|entry| entry.1)
-    }
-
-    /// All metrics in order.
-    pub fn iter(&self) -> impl Iterator<Item = (&'static str, f64)> + '_ {
-        self.0.iter().copied()
-    }
-}
-
-impl Serialize for Metrics {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(Some(self.0.len()))?;
-        for (name, value) in &self.0 {
-            map.serialize_entry(name, value)?;
-        }
-        map.end()
-    }
-}
+use crate::grpo::{Metrics, loss::LOG_RATIO_BOUND};
 
 /// The difference between two policies on sampled tokens. All fields are 0, ratios 1, when no token has two log-probs.
 #[derive(Clone, Debug, PartialEq)]
@@ -157,7 +111,7 @@ impl Mismatch {
 
     /// The metrics by name.
     pub fn metrics(&self) -> Metrics {
-        Metrics(vec![
+        Metrics::from([
             ("sampling/sampling_logp_difference/mean", self.mean),
             ("sampling/sampling_logp_difference/p99", self.p99),
             ("sampling/sampling_logp_difference/max", self.max),

@@ -8,6 +8,7 @@ pub mod correction;
 mod error;
 pub mod loss;
 mod loss_stats;
+mod metrics;
 
 pub use advantage::{Advantages, ScaleRewards, group_advantages};
 pub use batch::{Overlong, OverlongMode, RolloutBatch};
@@ -15,3 +16,4 @@ pub use correction::{Correction, CorrectionMode, CorrectionWeights};
 pub use error::GrpoError;
 pub use loss::{LossBatch, LossConfig, LossKind, LossOutput, Normalizer};
 pub use loss_stats::LossStats;
+pub use metrics::Metrics;

@@ -1,5 +1,6 @@
 //! The gap in parts: what quantized weights, quantized activations and the engine's arithmetic do to a log-prob.
-use super::{Metrics, Summary};
+use super::Summary;
+use crate::grpo::Metrics;
 
 /// Parts of `δ = log-prob by the rollout engine − log-prob by the trainer`, a token each.
 ///
