@@ -2,7 +2,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::GrpoError;
-use crate::{rollout::ExpertIds, token_log_probs::TokenRow};
+use crate::token_log_probs::{RowRouting, TokenRow};
 
 /// Completions of one rollout, one entry a row in every field.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -21,7 +21,7 @@ pub struct RolloutBatch {
     /// Rewards; NaN for a completion that could not be judged.
     pub rewards: Vec<f32>,
     /// Experts that the rollout chose, for routing replay and the flip rate.
-    pub expert_ids: Option<Vec<ExpertIds>>,
+    pub expert_ids: Option<Vec<RowRouting>>,
 }
 
 /// What to do with completions that ran into the length limit.
@@ -86,7 +86,7 @@ impl RolloutBatch {
         TokenRow {
             prompt: &self.prompts[row],
             completion: &self.completions[row],
-            expert_ids: match &self.expert_ids {
+            routing: match &self.expert_ids {
                 Some(expert_ids) if replay => Some(&expert_ids[row]),
                 _ => None,
             },
@@ -106,9 +106,9 @@ impl RolloutBatch {
                 self.completions[row].truncate(end + 1);
                 self.rollout_log_probs[row].truncate(end + 1);
                 if let Some(expert_ids) = &mut self.expert_ids {
-                    let expert_ids = &mut expert_ids[row];
+                    let RowRouting { top_k, layers } = &mut expert_ids[row];
                     let read = self.prompts[row].len() + end;
-                    expert_ids.ids.truncate(read * expert_ids.num_layers * expert_ids.top_k);
+                    layers.iter_mut().for_each(|ids| ids.truncate(read * *top_k));
                 }
             }
         }
@@ -150,15 +150,24 @@ impl RolloutBatch {
         let Some(expert_ids) = &self.expert_ids else {
             return Ok(());
         };
-        for (row, of_row) in expert_ids.iter().enumerate() {
-            let shape = |ids: &ExpertIds| (ids.num_layers, ids.top_k);
-            let expected = shape(&expert_ids[0]);
-            if shape(of_row) != expected || of_row.ids.len() % (expected.0 * expected.1).max(1) != 0 {
+        for (row, routing) in expert_ids.iter().enumerate() {
+            let shape = |routing: &RowRouting| (routing.top_k, routing.layers.len());
+            if shape(routing) != shape(&expert_ids[0]) {
                 return Err(GrpoError::batch(
                     format!("expert_ids[{row}]"),
-                    format!("positions of (num_layers, top_k) = {expected:?} ids, as in row 0"),
-                    format!("{:?} and {} ids", shape(of_row), of_row.ids.len()),
+                    format!("(top_k, layers) {:?} as in row 0", shape(&expert_ids[0])),
+                    format!("{:?}", shape(routing)),
                 ));
+            }
+            let read = (self.prompts[row].len() + self.completions[row].len()).saturating_sub(1);
+            for layer in &routing.layers {
+                if routing.top_k == 0 || layer.len() % routing.top_k != 0 || layer.len() / routing.top_k > read {
+                    return Err(GrpoError::batch(
+                        format!("expert_ids[{row}]"),
+                        format!("top_k ({}) ids for each of at most {read} tokens", routing.top_k),
+                        format!("{} ids", layer.len()),
+                    ));
+                }
             }
         }
         Ok(())
@@ -184,19 +193,14 @@ mod tests {
     #[test]
     fn eos_token_is_included_and_everything_after_it_excluded() {
         let mut batch = batch();
-        let expert_ids = ExpertIds {
-            num_layers: 1,
+        let routing = RowRouting {
             top_k: 1,
-            ids: vec![0, 1, 2, 3, 4],
+            layers: vec![vec![0, 1, 2, 3, 4]],
         };
-        batch.expert_ids = Some(vec![expert_ids; 2]);
+        batch.expert_ids = Some(vec![routing; 2]);
         batch.end_at_eos(&[9, 3]);
-        let read = batch.expert_ids.as_ref().unwrap();
-        assert_eq!(
-            (read[0].positions(), read[1].positions()),
-            (3, 5),
-            "the last token is never read"
-        );
+        let positions = batch.expert_ids.as_ref().unwrap().iter().map(|row| row.layers[0].len());
+        assert_eq!(positions.collect::<Vec<_>>(), [3, 5], "the last token is never read");
         assert_eq!(batch.completions[0], [5, 9]);
         assert_eq!(batch.rollout_log_probs[0], [-1.0, -2.0]);
         assert_eq!(batch.completions[1], [5, 6, 7, 8]);
@@ -241,16 +245,19 @@ mod tests {
             error(|batch| batch.rollout_log_probs[1].truncate(3)),
             "rollout_log_probs[1]: expected one for each of 4 completion tokens, got 3"
         );
-        let expert_ids = |ids: usize| ExpertIds {
-            num_layers: 1,
+        let routing = |ids: usize| RowRouting {
             top_k: 2,
-            ids: vec![0; ids],
+            layers: vec![vec![0; ids]],
         };
         let mut with = batch();
-        with.expert_ids = Some(vec![expert_ids(10), expert_ids(4)]);
+        with.expert_ids = Some(vec![routing(10), routing(4)]);
         assert_eq!(with.validate(), Ok(()));
-        with.expert_ids = Some(vec![expert_ids(10), expert_ids(5)]);
-        let error = with.validate().unwrap_err().to_string();
-        assert!(error.starts_with("expert_ids[1]: expected positions of (num_layers, top_k) = (1, 2) ids"));
+        with.expert_ids = Some(vec![routing(10), routing(12)]);
+        assert!(
+            with.validate()
+                .unwrap_err()
+                .to_string()
+                .starts_with("expert_ids[1]: expected top_k (2) ids")
+        );
     }
 }

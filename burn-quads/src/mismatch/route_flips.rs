@@ -1,7 +1,7 @@
 //! Tokens that chose other experts on the two sides.
 use std::collections::BTreeSet;
 
-use crate::{grpo::Metrics, rollout::ExpertIds};
+use crate::{grpo::Metrics, token_log_probs::RowRouting};
 
 /// How often two forward passes over the same tokens chose different experts. The order of the experts does not count.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -15,26 +15,32 @@ pub struct RouteFlips {
 }
 
 impl RouteFlips {
-    /// Compares the experts of the same rows. Positions that only one side has, and those it marks with -1, are left
+    /// Compares the routings of the same rows. Positions that only one side has, and those it marks with -1, are left
     /// out.
     ///
     /// # Panics
     ///
-    /// If the numbers of rows, of layers or of experts a token differ.
-    pub fn new(trainer: &[ExpertIds], rollout: &[ExpertIds]) -> Self {
-        assert_eq!(trainer.len(), rollout.len(), "expert ids of the same rows");
+    /// If the numbers of rows, of layers or `top_k` differ.
+    pub fn new(trainer: &[RowRouting], rollout: &[RowRouting]) -> Self {
+        assert_eq!(trainer.len(), rollout.len(), "routings of the same rows");
         let (mut decisions, mut flips, mut tokens, mut flipped_tokens) = (0, 0, 0, 0);
         for (trainer, rollout) in trainer.iter().zip(rollout) {
             assert_eq!(
-                (trainer.num_layers, trainer.top_k),
-                (rollout.num_layers, rollout.top_k),
-                "(num_layers, top_k) of the two sides"
+                (trainer.top_k, trainer.layers.len()),
+                (rollout.top_k, rollout.layers.len()),
+                "(top_k, layers) of the routings"
             );
-            for position in 0..trainer.positions().min(rollout.positions()) {
+            let top_k = trainer.top_k.max(1);
+            let positions = (trainer.layers.iter().chain(&rollout.layers))
+                .map(|layer| layer.len() / top_k)
+                .min()
+                .unwrap_or(0);
+            for position in 0..positions {
+                let ids = position * top_k..(position + 1) * top_k;
                 let (mut compared, mut differ) = (0, 0);
-                for layer in 0..trainer.num_layers {
-                    let (trainer, rollout) = (trainer.row(position, layer), rollout.row(position, layer));
-                    if trainer.iter().chain(rollout).any(|&id| id < 0) {
+                for (trainer, rollout) in trainer.layers.iter().zip(&rollout.layers) {
+                    let (trainer, rollout) = (&trainer[ids.clone()], &rollout[ids.clone()]);
+                    if trainer[0] < 0 || rollout[0] < 0 {
                         continue;
                     }
                     compared += 1;

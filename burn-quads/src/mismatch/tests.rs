@@ -1,7 +1,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::rollout::ExpertIds;
+use crate::token_log_probs::RowRouting;
 
 #[test]
 fn equal_policies_have_no_gap() {
@@ -113,19 +113,20 @@ fn metrics_keep_their_order_and_serialise_as_a_map() {
 
 #[test]
 fn routes_flip_when_the_set_of_experts_differs() {
-    // Three positions, two layers, top-2.
-    let expert_ids = |ids: &[i32]| ExpertIds {
-        num_layers: 2,
+    let routing = |layers: [[i32; 6]; 2]| RowRouting {
         top_k: 2,
-        ids: ids.to_vec(),
+        layers: layers.map(|ids| ids.to_vec()).to_vec(),
     };
-    let trainer = [expert_ids(&[0, 1, 0, 1, 2, 3, 0, 1, 0, 1, 0, 1])];
-    let rollout = [expert_ids(&[1, 0, 0, 1, 2, 1, 0, 2, -1, -1, 0, 1])];
+    let trainer = [routing([[0, 1, 2, 3, 0, 1], [0, 1, 0, 1, 0, 1]])];
+    let rollout = [routing([[1, 0, 2, 1, -1, -1], [0, 1, 0, 2, 0, 1]])];
     let flips = RouteFlips::new(&trainer, &rollout);
     assert_eq!(flips.decisions, 5);
     assert_eq!(flips.flip_rate, 2.0 / 5.0);
     assert_eq!(flips.token_flip_rate, 1.0 / 3.0);
-    let shorter = [expert_ids(&[0, 1, 0, 1])];
+    let shorter = [RowRouting {
+        top_k: 2,
+        layers: vec![vec![0, 1], vec![0, 1]],
+    }];
     assert_eq!(RouteFlips::new(&trainer, &shorter).decisions, 2);
     assert_eq!(RouteFlips::new(&[], &[]).flip_rate, 0.0);
 }

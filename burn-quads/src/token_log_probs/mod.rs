@@ -10,5 +10,5 @@ mod rows;
 mod score;
 
 pub use chunked::{DifferentiableLogProbs, token_log_probs, token_log_probs_and_entropies};
-pub use rows::{CompletionRows, TokenRow};
+pub use rows::{CompletionRows, RowRouting, TokenRow};
 pub use score::{ScoreOptions, Scores, score};

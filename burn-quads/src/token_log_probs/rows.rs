@@ -4,10 +4,17 @@ use burn::{
     tensor::{Bool, Int, Tensor, TensorData},
 };
 
-use crate::{
-    causal_lm::{RoutingReplay, TokenBatch},
-    rollout::ExpertIds,
-};
+use crate::causal_lm::{RoutingReplay, TokenBatch};
+
+/// Experts chosen for the tokens of one row, in the order in which the model reads them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RowRouting {
+    /// Experts a token.
+    pub top_k: usize,
+    /// Ids of each mixture-of-experts layer, `[positions, top_k]`; positions start at the prompt's first token.
+    /// Fewer positions than tokens leave the rest to the live router.
+    pub layers: Vec<Vec<i32>>,
+}
 
 /// One prompt with one completion.
 #[derive(Clone, Copy, Debug)]
@@ -16,15 +23,8 @@ pub struct TokenRow<'a> {
     pub prompt: &'a [u32],
     /// The completion's token ids.
     pub completion: &'a [u32],
-    /// Experts to use instead of the router's choice; positions that they do not reach are left to the live router.
-    pub expert_ids: Option<&'a ExpertIds>,
-}
-
-impl TokenRow<'_> {
-    /// Tokens that the model reads: all but the completion's last one.
-    fn read(&self) -> usize {
-        self.prompt.len() + self.completion.len().saturating_sub(1)
-    }
+    /// Experts to use instead of the router's choice.
+    pub routing: Option<&'a RowRouting>,
 }
 
 /// Rows padded on the right to one rectangle `[rows, width]`.
@@ -49,20 +49,20 @@ impl CompletionRows {
     ///
     /// # Panics
     ///
-    /// If a prompt is empty, or the expert ids of rows differ in layers or `top_k`.
+    /// If a prompt is empty, or routings differ in layers or `top_k`.
     pub fn new(rows: &[TokenRow<'_>]) -> Self {
-        assert!(
-            rows.iter().all(|row| !row.prompt.is_empty()),
-            "a prompt has one token at least"
-        );
-        let width = rows.iter().map(TokenRow::read).max().unwrap_or(0);
+        let read = |row: &TokenRow<'_>| {
+            assert!(!row.prompt.is_empty(), "a prompt has one token at least");
+            row.prompt.len() + row.completion.len().saturating_sub(1)
+        };
+        let width = rows.iter().map(read).max().unwrap_or(0);
         let mut tokens = vec![0; rows.len() * width];
         let mut padding = vec![true; rows.len() * width];
         let mut predictors = Vec::new();
         let mut targets = Vec::new();
         for (index, row) in rows.iter().enumerate() {
             let start = index * width;
-            let ids = row.prompt.iter().chain(row.completion).take(row.read());
+            let ids = row.prompt.iter().chain(row.completion).take(read(row));
             for (position, &token) in ids.enumerate() {
                 tokens[start + position] = i64::from(token);
                 padding[start + position] = false;
@@ -129,26 +129,24 @@ impl CompletionRows {
     }
 
     /// Cuts expert ids `[rows · width, top_k]` by layer into rows, without those of padding.
-    pub(super) fn expert_ids_of_rows<B: Backend>(&self, expert_ids: Vec<Tensor<B, 2, Int>>) -> Vec<ExpertIds> {
-        let (num_layers, top_k) = (expert_ids.len(), expert_ids.first().map_or(0, |ids| ids.dims()[1]));
+    pub(super) fn routing_of_rows<B: Backend>(&self, expert_ids: Vec<Tensor<B, 2, Int>>) -> Vec<RowRouting> {
+        let top_k = expert_ids.first().map_or(0, |ids| ids.dims()[1]);
         let layers = expert_ids
             .into_iter()
             .map(|ids| ids.into_data().iter::<i32>().collect::<Vec<_>>())
             .collect::<Vec<_>>();
-        let is_read = |&cell: &usize| self.padding.as_ref().is_none_or(|padding| !padding[cell]);
         (0..self.rows)
-            .map(|row| ExpertIds {
-                num_layers,
-                top_k,
-                ids: (row * self.width..(row + 1) * self.width)
-                    .filter(is_read)
-                    .flat_map(|cell| {
-                        layers
-                            .iter()
-                            .flat_map(move |ids| &ids[cell * top_k..(cell + 1) * top_k])
-                    })
-                    .copied()
-                    .collect(),
+            .map(|row| {
+                let cells = row * self.width..(row + 1) * self.width;
+                let read = match &self.padding {
+                    Some(padding) => padding[cells.clone()].iter().filter(|&&pad| !pad).count(),
+                    None => self.width,
+                };
+                let ids = cells.start * top_k..(cells.start + read) * top_k;
+                RowRouting {
+                    top_k,
+                    layers: layers.iter().map(|layer| layer[ids.clone()].to_vec()).collect(),
+                }
             })
             .collect()
     }
@@ -156,24 +154,23 @@ impl CompletionRows {
 
 /// Expert ids of all rows by layer; -1 where there are none.
 fn replay(rows: &[TokenRow<'_>], width: usize) -> Option<(usize, Vec<Vec<i32>>)> {
-    let first = rows.iter().find_map(|row| row.expert_ids)?;
-    let (top_k, num_layers) = (first.top_k, first.num_layers);
-    let mut layers = vec![vec![-1; rows.len() * width * top_k]; num_layers];
+    let first = rows.iter().find_map(|row| row.routing)?;
+    let (top_k, layers) = (first.top_k, first.layers.len());
+    let mut ids = vec![vec![-1; rows.len() * width * top_k]; layers];
     for (index, row) in rows.iter().enumerate() {
-        let Some(expert_ids) = row.expert_ids else { continue };
+        let Some(routing) = row.routing else { continue };
         assert_eq!(
-            (expert_ids.top_k, expert_ids.num_layers),
-            (top_k, num_layers),
-            "(top_k, layers) of the rows' expert ids"
+            (routing.top_k, routing.layers.len()),
+            (top_k, layers),
+            "all routings of a batch have the same top_k and layers"
         );
-        for position in 0..expert_ids.positions().min(row.read()) {
-            let cell = (index * width + position) * top_k;
-            for (layer, ids) in layers.iter_mut().enumerate() {
-                ids[cell..cell + top_k].copy_from_slice(expert_ids.row(position, layer));
-            }
+        let start = index * width * top_k;
+        for (all, of_row) in ids.iter_mut().zip(&routing.layers) {
+            let length = of_row.len().min(width * top_k);
+            all[start..start + length].copy_from_slice(&of_row[..length]);
         }
     }
-    Some((top_k, layers))
+    Some((top_k, ids))
 }
 
 #[cfg(test)]
@@ -186,7 +183,7 @@ mod tests {
         TokenRow {
             prompt,
             completion,
-            expert_ids: None,
+            routing: None,
         }
     }
 
@@ -215,13 +212,12 @@ mod tests {
 
     #[test]
     fn replayed_ids_stand_at_their_tokens_and_minus_one_elsewhere() {
-        let expert_ids = ExpertIds {
-            num_layers: 2,
+        let routing = RowRouting {
             top_k: 2,
-            ids: vec![0, 1, 4, 5, 2, 3, 6, 7, 8, 8, 8, 8], // one position more than are read
+            layers: vec![vec![0, 1, 2, 3], vec![4, 5, 6, 7]],
         };
         let with = TokenRow {
-            expert_ids: Some(&expert_ids),
+            routing: Some(&routing),
             ..row(&[1, 2], &[3])
         };
         let rows = CompletionRows::new(&[row(&[1, 2, 3], &[4]), with]);
@@ -233,10 +229,6 @@ mod tests {
         };
         assert_eq!(layer(0), [-1, -1, -1, -1, -1, -1, 0, 1, 2, 3, -1, -1]);
         assert_eq!(layer(1)[6..], [4, 5, 6, 7, -1, -1]);
-        let of_rows = rows.expert_ids_of_rows(replay.expert_ids);
-        assert_eq!(of_rows[0].ids, [-1; 12]);
-        assert_eq!((of_rows[1].num_layers, of_rows[1].top_k), (2, 2));
-        assert_eq!(of_rows[1].ids, expert_ids.ids[..8]);
     }
 
     #[test]

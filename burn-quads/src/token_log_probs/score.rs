@@ -1,8 +1,8 @@
 //! Scoring: log-probs of completions under a model, without gradients.
 use burn::{prelude::Backend, tensor::Transaction};
 
-use super::{CompletionRows, TokenRow, token_log_probs_and_entropies};
-use crate::{causal_lm::CausalLm, rollout::ExpertIds};
+use super::{CompletionRows, RowRouting, TokenRow, token_log_probs_and_entropies};
+use crate::causal_lm::CausalLm;
 
 /// How to score.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -33,7 +33,7 @@ pub struct Scores {
     /// Entropy in nats of the distribution that each completion token was drawn from, by row.
     pub entropies: Vec<Vec<f32>>,
     /// Experts of the tokens that were read, by row; empty unless asked for.
-    pub expert_ids: Vec<ExpertIds>,
+    pub routing: Vec<RowRouting>,
 }
 
 /// Log-probs of the rows' completions given their prompts.
@@ -68,7 +68,7 @@ pub fn score<B: Backend, M: CausalLm<B>>(model: &M, rows: &[TokenRow<'_>], optio
         scores.log_probs.extend(by_row(&log_probs, layout.lengths()));
         scores.entropies.extend(by_row(&entropies, layout.lengths()));
         if options.record_routing {
-            scores.expert_ids.extend(layout.expert_ids_of_rows(output.expert_ids));
+            scores.routing.extend(layout.routing_of_rows(output.expert_ids));
         }
     }
     scores
