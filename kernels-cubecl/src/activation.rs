@@ -105,4 +105,41 @@ impl QuantizedRows {
         }
         values
     }
+
+    /// The values in units of `1/encode_scale`, `[tokens, k]`: both passes share it, so their sum is exact.
+    pub(crate) fn values_in_units(&self) -> Vec<f32> {
+        let pass = |pass: &Pass, index: usize| {
+            nvfp4::decode(
+                nvfp4::unpack(&pass.codes, index),
+                e4m3::decode(pass.block_scales[index / BLOCK] & 0x7f),
+            )
+        };
+        let residual = self.residual.as_ref().map(|residual| &residual.pass);
+        (0..self.tokens * self.k)
+            .map(|index| pass(&self.first, index) + residual.map_or(-0.0, |residual| pass(residual, index)))
+            .collect()
+    }
+
+    /// Whether the buffers have the lengths that the shape says.
+    ///
+    /// # Errors
+    /// Names the buffer, with both lengths; `k` that is not a multiple of 16.
+    pub fn check(&self) -> Result<(), Error> {
+        if !self.k.is_multiple_of(BLOCK) {
+            return Err(Error::UnalignedK { k: self.k });
+        }
+        Error::check_length("encode scales of activations", &[self.tokens], self.encode_scales.len())?;
+        for pass in [Some(&self.first), self.residual.as_ref().map(|residual| &residual.pass)]
+            .into_iter()
+            .flatten()
+        {
+            Error::check_length("codes of activations", &[self.tokens, self.k / 2], pass.codes.len())?;
+            Error::check_length(
+                "block scales of activations",
+                &[self.tokens, self.k / BLOCK],
+                pass.block_scales.len(),
+            )?;
+        }
+        Ok(())
+    }
 }

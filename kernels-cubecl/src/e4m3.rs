@@ -11,8 +11,19 @@ pub fn encode(x: f32) -> u8 {
 
 /// Value of a byte; `0x7F` and `0xFF` are NaN.
 pub fn decode(byte: u8) -> f32 {
-    F8E4M3::from_bits(byte).to_f32()
+    VALUES[usize::from(byte)]
 }
+
+/// Value of each byte.
+pub const VALUES: [f32; 256] = {
+    let mut values = [0.0; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        values[byte] = F8E4M3::from_bits(byte as u8).to_f32();
+        byte += 1;
+    }
+    values
+};
 
 #[cfg(test)]
 mod tests {

@@ -79,6 +79,11 @@ impl ResidualMask {
         let channels: Vec<bool> = (0..k).map(|c| units[c / granularity.channels()]).collect();
         Self::from_channels(&channels)
     }
+    /// The `ceil(fraction · n)` channels or blocks with the largest `energy` (one value a channel or block), ties to the
+    /// lower index. A fraction of 1 or more selects everything, of 0 or less nothing.
+    pub fn from_energy(energy: &[f32], k: usize, granularity: Granularity, fraction: f32) -> Self {
+        Self::from_units(&select_units(energy, fraction), k, granularity)
+    }
     /// Number of channels.
     pub fn k(&self) -> usize {
         self.k

@@ -1,12 +1,13 @@
-//! Quantization of activations, with and without compensation of the residual.
-use super::weights::fp8_scale;
+//! Quantization of activations: to values, and to codes that can be looked at.
+use super::rows;
 use crate::nvfp4::{self, Operand};
 use crate::residual::{select_units, unit_energy};
-use crate::{
-    Activation, BLOCK, Compensation, Error, Granularity, Pass, QuantizedRows, ResidualMask, ResidualPass, amax, e4m3,
-};
+use crate::{Activation, BLOCK, Compensation, Error, Granularity, Pass, QuantizedRows, ResidualMask, ResidualPass};
+use crate::{amax, e4m3};
 
-/// Quantizes `[tokens, k]` activations; with `compensation` the selected residuals a second time.
+/// Quantizes `[tokens, k]` activations to codes; with `compensation` the selected residuals a second time. Written as
+/// the definition reads, with the formats' own conversions; the values that it decodes to are those of
+/// [`fake_quantize_activations`], which is the quick way to them.
 ///
 /// # Errors
 /// `x` does not have `tokens · k` values, `k` is not a multiple of 16, or the compensation does not fit `k`.
@@ -71,24 +72,15 @@ pub fn fake_quantize_activations(
     activation.check(k)?;
     Error::check_length("activations", &[tokens, k], x.len())?;
     Error::check_length("fake-quantized activations", &[tokens, k], out.len())?;
-    match activation {
-        Activation::Full => out.copy_from_slice(x),
-        Activation::Fp8 => {
-            for row in 0..tokens {
-                let (x, out) = (&x[row * k..][..k], &mut out[row * k..][..k]);
-                let finite = x.iter().all(|value| value.is_finite());
-                let scale = fp8_scale(amax(x));
-                for (out, x) in out.iter_mut().zip(x) {
-                    *out = if finite {
-                        e4m3::decode(e4m3::encode(x / scale)) * scale
-                    } else {
-                        f32::NAN
-                    };
-                }
-            }
-        }
-        Activation::Nvfp4 | Activation::Compensated(_) => {
-            out.copy_from_slice(&quantize_activations(x, tokens, k, activation.compensation())?.decode());
+    if let Activation::Full = activation {
+        out.copy_from_slice(x);
+        return Ok(());
+    }
+    let mut units = vec![0.0; tokens];
+    rows::quantize(x, k, activation, out, &mut units);
+    if k > 0 {
+        for (row, unit) in out.chunks_exact_mut(k).zip(units) {
+            row.iter_mut().for_each(|value| *value *= unit);
         }
     }
     Ok(())
@@ -105,7 +97,8 @@ pub fn residual_energy(x: &[f32], tokens: usize, k: usize) -> Result<Vec<f32>, E
 }
 
 /// Adds the squared first-pass residuals of each row, summed over units of `granularity`, to `energy`
-/// (`[ceil(k / unit)]`). Calls on consecutive batches equal one call on all rows, bit for bit.
+/// (`[ceil(k / unit)]`). Calls on consecutive batches equal one call on all rows, bit for bit. A row that holds NaN or
+/// an infinity makes every sum NaN.
 ///
 /// # Errors
 /// As [`quantize_activations`]; `energy` must have one value a unit.
@@ -117,12 +110,14 @@ pub fn accumulate_residual_energy(
     energy: &mut [f32],
 ) -> Result<(), Error> {
     Error::check_length("residual energy", &[k.div_ceil(granularity.channels())], energy.len())?;
-    let quantized = quantize_activations(x, tokens, k, None)?;
-    let values = quantized.decode();
-    for row in 0..tokens {
-        let residual: Vec<f32> = (row * k..(row + 1) * k).map(|at| x[at] - values[at]).collect();
-        for (total, row) in energy.iter_mut().zip(unit_energy(&residual, granularity)) {
-            *total += row;
+    let mut values = vec![0.0; x.len()];
+    fake_quantize_activations(x, tokens, k, &Activation::Nvfp4, &mut values)?;
+    if k > 0 {
+        for (x, values) in x.chunks_exact(k).zip(values.chunks_exact_mut(k)) {
+            values.iter_mut().zip(x).for_each(|(value, x)| *value = x - *value);
+            for (total, row) in energy.iter_mut().zip(unit_energy(values, granularity)) {
+                *total += row;
+            }
         }
     }
     Ok(())
@@ -137,7 +132,7 @@ pub fn select_channels(energy: &[f32], granularity: Granularity, fraction: f32) 
         .chunks(unit)
         .map(|unit| unit.iter().fold(0.0, |sum, e| sum + e))
         .collect();
-    ResidualMask::from_units(&select_units(&units, fraction), energy.len(), granularity)
+    ResidualMask::from_energy(&units, energy.len(), granularity, fraction)
 }
 
 /// The mask of one row.

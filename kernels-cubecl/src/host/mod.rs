@@ -6,11 +6,16 @@
 //! A row of activations that holds NaN or an infinity has NaN outputs, whatever the precision (`Full` excepted, which
 //! is plain f32 arithmetic); its neighbours do not change. A weight that is not finite is refused.
 mod activations;
+mod dispatch;
 mod matmul;
+mod parallel;
+mod rounding;
+mod rows;
+mod tile;
 mod weights;
 
 pub use activations::{
     accumulate_residual_energy, fake_quantize_activations, quantize_activations, residual_energy, select_channels,
 };
-pub use matmul::{grouped_matmul, matmul};
-pub use weights::{dequantize_weight, quantize_weight, quantize_weight_fp8};
+pub use matmul::{grouped_matmul, matmul, matmul_quantized};
+pub use weights::{dequantize_weight, fake_quantize_weight, quantize_weight, quantize_weight_fp8};

@@ -1,6 +1,17 @@
 //! Packing and unpacking of weights.
-use crate::nvfp4::{self, Operand};
-use crate::{BLOCK, Error, Fp8Weight, Nvfp4Weight, OuterScale, WeightLayout, WeightView, amax, e4m3, encode_scale};
+use super::dispatch::{Kernel, dispatch};
+use super::parallel;
+use super::rounding::{INFINITE, amax_bits, e4m3_byte, to_e4m3};
+use super::tile::{self, Decoded, Matrix};
+use crate::{BLOCK, Error, Fp8Weight, Nvfp4Weight, OuterScale, WeightLayout, WeightView, e4m3, encode_scale};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// What packing or unpacking a value costs, in multiply-adds.
+const COST: usize = 16;
+
+/// Rows of a piece of work come in multiples of this, so that only the last piece has partial tiles.
+const PIECE_ROWS: usize = 32;
 
 /// Packs a weight to NVFP4. `amax` is the largest magnitude of the group that shares the outer scale; without it the
 /// weight's own.
@@ -15,24 +26,30 @@ pub fn quantize_weight(
     layout: WeightLayout,
     amax: Option<f32>,
 ) -> Result<Nvfp4Weight, Error> {
-    if !k.is_multiple_of(BLOCK) {
-        return Err(Error::UnalignedK { k });
-    }
-    let own = finite_amax(w, rows, k, layout)?;
-    let amax = amax.unwrap_or(own);
-    if !(amax.is_finite() && amax >= own) {
-        return Err(Error::Amax { amax, own });
-    }
-    let scale = encode_scale(amax);
-    let mut codes = Vec::with_capacity(rows * k / 2);
-    let mut block_scales = Vec::with_capacity(rows * k / BLOCK);
-    for row in 0..rows {
-        for first in (0..k).step_by(BLOCK) {
-            let values: [f32; BLOCK] = std::array::from_fn(|i| w[layout.index(row, first + i, rows, k)]);
-            let block = nvfp4::encode_block(&values, scale, Operand::Weight);
-            block_scales.push(block.scale);
-            codes.extend(nvfp4::pack(&block.codes));
-        }
+    let scale = checked_encode_scale(w, rows, k, layout, amax)?;
+    let mut codes = vec![0; rows * k / 2];
+    let mut block_scales = vec![0; rows * k / BLOCK];
+    if !w.is_empty() {
+        let (pieces, piece) = piece_rows(rows, w.len());
+        let chunks = codes
+            .chunks_mut(piece * k / 2)
+            .zip(block_scales.chunks_mut(piece * k / BLOCK));
+        parallel::run(
+            pieces,
+            chunks.enumerate().map(|(i, (codes, block_scales))| QuantizeRows {
+                w: Matrix {
+                    values: w,
+                    rows,
+                    k,
+                    layout,
+                    offset: 0,
+                },
+                encode_scale: scale,
+                row: i * piece,
+                codes,
+                block_scales,
+            }),
+        );
     }
     Ok(Nvfp4Weight {
         rows,
@@ -43,19 +60,51 @@ pub fn quantize_weight(
     })
 }
 
+/// Rounds a weight to what it decodes to once packed by [`quantize_weight`], bit for bit, without packing it: what a
+/// quantization-aware trainer sees. `out` has the layout of `w`.
+///
+/// # Errors
+/// As [`quantize_weight`]; `out` must be as long as `w`.
+pub fn fake_quantize_weight(
+    w: &[f32],
+    rows: usize,
+    k: usize,
+    layout: WeightLayout,
+    amax: Option<f32>,
+    out: &mut [f32],
+) -> Result<(), Error> {
+    let scale = checked_encode_scale(w, rows, k, layout, amax)?;
+    Error::check_length("fake-quantized weight", &[rows, k], out.len())?;
+    write_tiles(Source::Rounded(w, scale), rows, k, layout, out);
+    Ok(())
+}
+
 /// Packs a weight to E4M3 with one scale, `amax/448`, a row (output channel).
 ///
 /// # Errors
 /// `w` does not have `rows · k` values, or a value is not finite.
 pub fn quantize_weight_fp8(w: &[f32], rows: usize, k: usize, layout: WeightLayout) -> Result<Fp8Weight, Error> {
     finite_amax(w, rows, k, layout)?;
-    let mut codes = Vec::with_capacity(rows * k);
-    let mut channel_scales = Vec::with_capacity(rows);
-    for row in 0..rows {
-        let values: Vec<f32> = (0..k).map(|c| w[layout.index(row, c, rows, k)]).collect();
-        let scale = fp8_scale(amax(&values));
-        channel_scales.push(scale);
-        codes.extend(values.iter().map(|value| e4m3::encode(value / scale)));
+    let mut codes = vec![0; rows * k];
+    let mut channel_scales = vec![1.0; rows];
+    if !w.is_empty() {
+        let (pieces, piece) = piece_rows(rows, w.len());
+        let chunks = codes.chunks_mut(piece * k).zip(channel_scales.chunks_mut(piece));
+        parallel::run(
+            pieces,
+            chunks.enumerate().map(|(i, (codes, channel_scales))| QuantizeRowsFp8 {
+                w: Matrix {
+                    values: w,
+                    rows,
+                    k,
+                    layout,
+                    offset: 0,
+                },
+                row: i * piece,
+                codes,
+                channel_scales,
+            }),
+        );
     }
     Ok(Fp8Weight {
         rows,
@@ -71,42 +120,231 @@ pub fn quantize_weight_fp8(w: &[f32], rows: usize, k: usize, layout: WeightLayou
 /// A buffer of the weight, or `out`, does not have the length that the shape says.
 pub fn dequantize_weight(w: WeightView, layout: WeightLayout, out: &mut [f32]) -> Result<(), Error> {
     w.check()?;
-    let (rows, k) = (w.rows(), w.k());
-    Error::check_length("decoded weight", &[rows, k], out.len())?;
-    for row in 0..rows {
-        for c in 0..k {
-            let at = row * k + c;
-            out[layout.index(row, c, rows, k)] = match w {
-                WeightView::Nvfp4(w) => {
-                    let step = w.outer_scale.step(e4m3::decode(w.block_scales[at / BLOCK] & 0x7f));
-                    nvfp4::decode(nvfp4::unpack(w.codes, at), step)
-                }
-                WeightView::Fp8(w) => e4m3::decode(w.codes[at]) * w.channel_scales[row],
-            };
-        }
-    }
+    Error::check_length("decoded weight", &[w.rows(), w.k()], out.len())?;
+    write_tiles(Source::Packed(w), w.rows(), w.k(), layout, out);
     Ok(())
 }
 
 /// Scale of an FP8 row: `amax/448`, 1 when that is 0.
-pub(crate) fn fp8_scale(amax: f32) -> f32 {
+pub(super) fn fp8_scale(amax: f32) -> f32 {
     let scale = amax / e4m3::MAX;
     if scale == 0.0 { 1.0 } else { scale }
+}
+
+/// The encode scale of a weight that can be packed.
+fn checked_encode_scale(
+    w: &[f32],
+    rows: usize,
+    k: usize,
+    layout: WeightLayout,
+    amax: Option<f32>,
+) -> Result<f32, Error> {
+    if !k.is_multiple_of(BLOCK) {
+        return Err(Error::UnalignedK { k });
+    }
+    let own = finite_amax(w, rows, k, layout)?;
+    let amax = amax.unwrap_or(own);
+    if !(amax.is_finite() && amax >= own) {
+        return Err(Error::Amax { amax, own });
+    }
+    Ok(encode_scale(amax))
 }
 
 /// Largest magnitude of a weight that must be finite.
 fn finite_amax(w: &[f32], rows: usize, k: usize, layout: WeightLayout) -> Result<f32, Error> {
     Error::check_length("weight", &[rows, k], w.len())?;
-    if let Some(at) = w.iter().position(|value| !value.is_finite()) {
-        let (row, column) = match layout {
-            WeightLayout::RowMajor => (at / k, at % k),
-            WeightLayout::Transposed => (at % rows, at / rows),
-        };
-        return Err(Error::NonFinite {
-            row,
-            column,
-            value: w[at],
-        });
+    let piece = w.len().div_ceil(parallel::pieces(w.len())).max(1);
+    let bits = match w.len() <= piece {
+        true => dispatch(Amax(w)),
+        false => w.par_chunks(piece).map(|w| dispatch(Amax(w))).max().unwrap_or(0),
+    };
+    if bits < INFINITE {
+        return Ok(f32::from_bits(bits));
     }
-    Ok(amax(w))
+    let at = w.iter().position(|value| !value.is_finite()).unwrap_or(0);
+    let (row, column) = match layout {
+        WeightLayout::RowMajor => (at / k, at % k),
+        WeightLayout::Transposed => (at % rows, at / rows),
+    };
+    Err(Error::NonFinite {
+        row,
+        column,
+        value: w[at],
+    })
+}
+
+struct Amax<'a>(&'a [f32]);
+
+impl Kernel for Amax<'_> {
+    type Output = u32;
+
+    #[inline(always)]
+    fn run<const TOKENS: usize, const LANES: usize, const FUSED: bool>(self) -> u32 {
+        amax_bits(self.0)
+    }
+}
+
+/// Into how many pieces work on `values` values is split, and how many of `lines` rows or columns are in one.
+fn piece_rows(lines: usize, values: usize) -> (usize, usize) {
+    let pieces = parallel::pieces(COST.saturating_mul(values));
+    (pieces, lines.div_ceil(pieces).next_multiple_of(PIECE_ROWS))
+}
+
+struct QuantizeRows<'a> {
+    w: Matrix<&'a [f32]>,
+    encode_scale: f32,
+    row: usize,
+    codes: &'a mut [u8],
+    block_scales: &'a mut [u8],
+}
+
+impl Kernel for QuantizeRows<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const TOKENS: usize, const LANES: usize, const FUSED: bool>(self) {
+        let k = self.w.k;
+        let panels = self
+            .codes
+            .chunks_mut(LANES * k / 2)
+            .zip(self.block_scales.chunks_mut(LANES * k / BLOCK));
+        for (panel, (codes, block_scales)) in panels.enumerate() {
+            let mut block = [[0.0; LANES]; BLOCK];
+            for b in 0..k / BLOCK {
+                self.w.load(self.row + panel * LANES, b * BLOCK, &mut block);
+                let (scales, inverses) = tile::block_scales(&block, self.encode_scale);
+                let words = tile::encode(&block, &inverses);
+                let lanes = block_scales.len() / (k / BLOCK);
+                for lane in 0..lanes {
+                    block_scales[lane * (k / BLOCK) + b] = e4m3_byte(scales[lane]) as u8;
+                    let codes = &mut codes[lane * k / 2 + b * BLOCK / 2..][..BLOCK / 2];
+                    codes[..4].copy_from_slice(&words[0][lane].to_le_bytes());
+                    codes[4..].copy_from_slice(&words[1][lane].to_le_bytes());
+                }
+            }
+        }
+    }
+}
+
+struct QuantizeRowsFp8<'a> {
+    w: Matrix<&'a [f32]>,
+    row: usize,
+    codes: &'a mut [u8],
+    channel_scales: &'a mut [f32],
+}
+
+impl Kernel for QuantizeRowsFp8<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const TOKENS: usize, const LANES: usize, const FUSED: bool>(self) {
+        let k = self.w.k;
+        let panels = self
+            .codes
+            .chunks_mut(LANES * k)
+            .zip(self.channel_scales.chunks_mut(LANES));
+        let mut tile = vec![[0.0; LANES]; k];
+        for (panel, (codes, channel_scales)) in panels.enumerate() {
+            self.w.load(self.row + panel * LANES, 0, &mut tile);
+            let mut amax = [0; LANES];
+            for line in &tile {
+                for lane in 0..LANES {
+                    amax[lane] = amax[lane].max(line[lane].to_bits() & 0x7fff_ffff);
+                }
+            }
+            let scales = amax.map(|amax| fp8_scale(f32::from_bits(amax)));
+            channel_scales.copy_from_slice(&scales[..channel_scales.len()]);
+            for (c, line) in tile.iter().enumerate() {
+                let bytes: [u32; LANES] = std::array::from_fn(|lane| {
+                    let y = line[lane] / scales[lane];
+                    e4m3_byte(to_e4m3(y.abs())) | y.to_bits() >> 24 & 0x80
+                });
+                for lane in 0..channel_scales.len() {
+                    codes[lane * k + c] = bytes[lane] as u8;
+                }
+            }
+        }
+    }
+}
+
+/// Where decoded values come from.
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    /// A packed weight.
+    Packed(WeightView<'a>),
+    /// An f32 weight in the layout of the output, and its encode scale.
+    Rounded(&'a [f32], f32),
+}
+
+/// Writes the `rows × k` values of `source` into `out`.
+fn write_tiles(source: Source, rows: usize, k: usize, layout: WeightLayout, out: &mut [f32]) {
+    if out.is_empty() {
+        return;
+    }
+    // Pieces are contiguous in `out`: rows of a row-major matrix, columns of a transposed one.
+    let (lines, line) = match layout {
+        WeightLayout::RowMajor => (rows, k),
+        WeightLayout::Transposed => (k, rows),
+    };
+    let (pieces, piece) = piece_rows(lines, out.len());
+    parallel::run(
+        pieces,
+        out.chunks_mut(piece * line).enumerate().map(|(i, values)| {
+            let span = i * piece..i * piece + values.len() / line;
+            let (row_span, column_span) = match layout {
+                WeightLayout::RowMajor => (span, 0..k),
+                WeightLayout::Transposed => (0..rows, span),
+            };
+            let offset = i * piece * line;
+            WriteTiles {
+                source,
+                row_span,
+                column_span,
+                out: Matrix {
+                    values,
+                    rows,
+                    k,
+                    layout,
+                    offset,
+                },
+            }
+        }),
+    );
+}
+
+struct WriteTiles<'a> {
+    source: Source<'a>,
+    row_span: Range<usize>,
+    column_span: Range<usize>,
+    out: Matrix<&'a mut [f32]>,
+}
+
+impl Kernel for WriteTiles<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const TOKENS: usize, const LANES: usize, const FUSED: bool>(mut self) {
+        for row in self.row_span.step_by(LANES) {
+            for first in self.column_span.clone().step_by(BLOCK) {
+                // FP8 weights may end in less than a block.
+                let width = BLOCK.min(self.column_span.end - first);
+                let mut block = [[0.0; LANES]; BLOCK];
+                match self.source {
+                    Source::Packed(w) => tile::decode(w, Decoded::Values, row, first, &mut block[..width]),
+                    Source::Rounded(values, encode_scale) => {
+                        let w = Matrix {
+                            values,
+                            rows: self.out.rows,
+                            k: self.out.k,
+                            layout: self.out.layout,
+                            offset: 0,
+                        };
+                        w.load(row, first, &mut block);
+                        tile::round(&mut block, encode_scale);
+                    }
+                }
+                self.out.store(row, first, &block[..width]);
+            }
+        }
+    }
 }
