@@ -10,6 +10,7 @@ pub mod calibrate;
 pub mod causal_lm;
 pub mod checkpoint;
 pub mod grpo;
+mod host;
 pub mod mismatch;
 pub mod modules;
 pub mod rollout;

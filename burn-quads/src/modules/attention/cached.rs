@@ -1,6 +1,6 @@
 //! Attention over a [`KvCache`](super::KvCache), as one operation of the backend.
-use super::{CacheStep, LayerCache, MASKED_SCORE, host};
-use crate::modules::rotary::RotaryEmbedding;
+use super::{CacheStep, LayerCache, MASKED_SCORE};
+use crate::{host, modules::rotary::RotaryEmbedding};
 use burn::{
     backend::{Autodiff, Flex, autodiff::checkpoint::strategy::CheckpointStrategy},
     module::Param,
@@ -45,7 +45,7 @@ pub trait AttentionBackend: Backend {
 
 impl AttentionBackend for Flex {
     fn cached_attention(qkv: CachedQkv<Self>, cache: &mut LayerCache<Self>, step: &CacheStep) -> Tensor<Self, 2> {
-        host::cached_attention(qkv, cache, step)
+        host::attention::cached_attention(qkv, cache, step)
     }
 }
 

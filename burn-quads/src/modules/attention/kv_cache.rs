@@ -1,5 +1,5 @@
 //! Keys and values of the tokens seen so far, in memory allocated once.
-use super::host::LANES;
+use crate::host::attention::KEY_BLOCK;
 use burn::{prelude::Backend, tensor::Tensor};
 
 /// Size of a [`KvCache`].
@@ -24,7 +24,7 @@ impl KvCacheConfig {
         KvCache {
             layers: (0..self.num_layers)
                 .map(|_| LayerCache {
-                    keys: Tensor::zeros([s, h, d, n.next_multiple_of(LANES)], device),
+                    keys: Tensor::zeros([s, h, d, n.next_multiple_of(KEY_BLOCK)], device),
                     values: Tensor::zeros([s, h, n, d], device),
                 })
                 .collect(),
@@ -45,14 +45,14 @@ pub struct KvCache<B: Backend> {
 pub struct LayerCache<B: Backend> {
     /// Normed and rotated, `[slots, kv_heads, head_dim, columns]`: neighbouring keys are neighbours in memory, so that
     /// the scores of one query are computed side by side, in blocks. `columns` is `max_seq_len` rounded up to blocks.
-    pub(super) keys: Tensor<B, 4>,
+    pub(crate) keys: Tensor<B, 4>,
     /// `[slots, kv_heads, max_seq_len, head_dim]`.
-    pub(super) values: Tensor<B, 4>,
+    pub(crate) values: Tensor<B, 4>,
 }
 
 impl<B: Backend> LayerCache<B> {
     /// Takes the tensors out, leaving empty ones; the taker puts them back with [`Self::restore`].
-    pub(super) fn take(&mut self) -> (Tensor<B, 4>, Tensor<B, 4>) {
+    pub(crate) fn take(&mut self) -> (Tensor<B, 4>, Tensor<B, 4>) {
         let device = self.keys.device();
         let empty = || Tensor::empty([0, 0, 0, 0], &device);
         (
@@ -61,7 +61,7 @@ impl<B: Backend> LayerCache<B> {
         )
     }
 
-    pub(super) fn restore(&mut self, keys: Tensor<B, 4>, values: Tensor<B, 4>) {
+    pub(crate) fn restore(&mut self, keys: Tensor<B, 4>, values: Tensor<B, 4>) {
         self.keys = keys;
         self.values = values;
     }
@@ -106,7 +106,7 @@ pub struct CacheStep {
 impl CacheStep {
     /// # Panics
     /// If the number of places is not `tokens`, or a place lies outside `cache`.
-    pub(super) fn check<B: Backend>(&self, tokens: usize, cache: &LayerCache<B>) {
+    pub(crate) fn check<B: Backend>(&self, tokens: usize, cache: &LayerCache<B>) {
         let [slots, _, max_seq_len, _] = cache.values.dims();
         assert_eq!(
             self.tokens.len(),

@@ -3,7 +3,6 @@
 //! [`QuadsAttention::forward`] runs whole sequences (scoring, training); [`QuadsAttention::forward_cached`] appends
 //! tokens to a [`KvCache`] (sampling). Both compute one function.
 mod cached;
-mod host;
 mod kv_cache;
 #[cfg(test)]
 mod tests;

@@ -1,5 +1,5 @@
 use super::*;
-use crate::modules::rotary::RotaryEmbeddingConfig;
+use crate::{host, modules::rotary::RotaryEmbeddingConfig};
 use burn::{
     backend::{Autodiff, Flex},
     tensor::{Distribution, TensorData, Tolerance},
@@ -290,7 +290,7 @@ fn the_host_function_equals_burns_operations() {
     for step in steps {
         let x = Tensor::random([step.tokens.len(), HIDDEN], Distribution::Default, &device);
         assert_close(
-            host::cached_attention(qkv(x.clone()), &mut a.layers[0], &step),
+            host::attention::cached_attention(qkv(x.clone()), &mut a.layers[0], &step),
             cached::composite(qkv(x), &mut b.layers[0], &step),
             1e-6,
         );

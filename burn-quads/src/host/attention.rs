@@ -1,14 +1,12 @@
-//! [`AttentionBackend::cached_attention`](super::AttentionBackend::cached_attention) on the CPU.
-//!
-//! A token's sums run over its own slot in a fixed order, in lanes that are written out, without fused multiply-add: its
-//! bits depend neither on the other tokens, nor on the number of threads, nor on the CPU's vector width.
-use super::{CacheStep, CachedQkv, LayerCache, TokenPlace};
+//! Attention over a cache: norm, rotation, cache writes, prefix copies and mixing in one call.
+use super::vector::{Kernel, LANES, dispatch, exp, multiply_add, sum_of_squares};
+use crate::modules::attention::{CacheStep, CachedQkv, LayerCache, TokenPlace};
 use burn::tensor::{Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexTensor};
 use rayon::prelude::*;
 
-/// Keys of one block of scores, and channels of one block of mixed values.
-pub(super) const LANES: usize = 32;
+/// Keys of one block of scores: caches have whole blocks of key columns.
+pub(crate) const KEY_BLOCK: usize = LANES;
 
 /// Multiply-adds below which one thread is faster than several.
 const PARALLEL_WORK: usize = 1 << 17;
@@ -44,10 +42,10 @@ struct NormRotate<'a> {
 }
 
 impl NormRotate<'_> {
-    fn apply(&self, x: &[f32], position: usize, out: &mut [f32]) {
+    #[inline(always)]
+    fn apply<const FUSED: bool>(&self, x: &[f32], position: usize, out: &mut [f32]) {
         let d = x.len();
-        let squares: f32 = x.iter().map(|x| x * x).sum();
-        let inverse = 1.0 / (squares / d as f32 + self.epsilon).sqrt();
+        let inverse = 1.0 / (sum_of_squares::<FUSED>(x) / d as f32 + self.epsilon).sqrt();
         let (low, high) = out.split_at_mut(d / 2);
         let cos = &self.cos[position * d..][..d / 2];
         let sin = &self.sin[position * d + d / 2..][..d / 2];
@@ -60,7 +58,8 @@ impl NormRotate<'_> {
     }
 }
 
-pub(super) fn cached_attention(
+/// [`AttentionBackend::cached_attention`](crate::modules::attention::AttentionBackend::cached_attention).
+pub(crate) fn cached_attention(
     qkv: CachedQkv<Flex>,
     cache: &mut LayerCache<Flex>,
     step: &CacheStep,
@@ -88,15 +87,15 @@ pub(super) fn cached_attention(
     let (mut keys, mut values) = (flex(keys), flex(values));
     {
         let (keys, values) = (keys.storage_mut::<f32>(), values.storage_mut::<f32>());
-        write(
+        dispatch(Write {
             sizes,
-            &norm_rotate(slice(&key_norm)),
-            slice(&key),
-            slice(&value),
-            step,
-            keys,
-            values,
-        );
+            norm_rotate: norm_rotate(slice(&key_norm)),
+            key: slice(&key),
+            value: slice(&value),
+            places: &step.tokens,
+            keys: &mut *keys,
+            values: &mut *values,
+        });
         for copy in &step.copies {
             copy_prefix(sizes, copy.from, copy.to, copy.len, keys, values);
         }
@@ -109,7 +108,15 @@ pub(super) fn cached_attention(
         values: slice(&values),
     };
     let work = step.tokens.iter().map(|t| t.position + 1).sum::<usize>() * width;
-    let rows = |places: &[TokenPlace], query: &[f32], mixed: &mut [f32]| attend.rows(places, query, mixed);
+    let rows = |places: &[TokenPlace], query: &[f32], mixed: &mut [f32]| {
+        let attend = &attend;
+        dispatch(Rows {
+            attend,
+            places,
+            query,
+            mixed,
+        });
+    };
     if work < PARALLEL_WORK || width == 0 {
         rows(&step.tokens, slice(&query), &mut mixed);
     } else {
@@ -138,30 +145,36 @@ fn slice(x: &FlexTensor) -> &[f32] {
 }
 
 /// Writes the keys, normed and rotated, and the values of new tokens to their places.
-fn write(
+struct Write<'a> {
     sizes: Sizes,
-    norm_rotate: &NormRotate,
-    key: &[f32],
-    value: &[f32],
-    step: &CacheStep,
-    keys: &mut [f32],
-    values: &mut [f32],
-) {
-    let d = sizes.head_dim;
-    let mut rotated = vec![0f32; d];
-    let rows = key.chunks_exact(d).zip(value.chunks_exact(d));
-    let heads = step
-        .tokens
-        .iter()
-        .flat_map(|place| (0..sizes.kv_heads).map(move |head| (place, head)));
-    for ((place, head), (key, value)) in heads.zip(rows) {
-        norm_rotate.apply(key, place.position, &mut rotated);
-        let column = sizes.keys_at(place.slot, head) + place.position;
-        for (c, x) in rotated.iter().enumerate() {
-            keys[column + c * sizes.key_columns] = *x;
+    norm_rotate: NormRotate<'a>,
+    key: &'a [f32],
+    value: &'a [f32],
+    places: &'a [TokenPlace],
+    keys: &'a mut [f32],
+    values: &'a mut [f32],
+}
+
+impl Kernel for Write<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<const FUSED: bool>(self) {
+        let sizes = self.sizes;
+        let d = sizes.head_dim;
+        let mut rotated = vec![0f32; d];
+        let rows = self.key.chunks_exact(d).zip(self.value.chunks_exact(d));
+        let places = self.places.iter();
+        let heads = places.flat_map(|place| (0..sizes.kv_heads).map(move |head| (place, head)));
+        for ((place, head), (key, value)) in heads.zip(rows) {
+            self.norm_rotate.apply::<FUSED>(key, place.position, &mut rotated);
+            let column = sizes.keys_at(place.slot, head) + place.position;
+            for (c, x) in rotated.iter().enumerate() {
+                self.keys[column + c * sizes.key_columns] = *x;
+            }
+            let row = sizes.values_at(place.slot, head) + place.position * d;
+            self.values[row..row + d].copy_from_slice(value);
         }
-        let row = sizes.values_at(place.slot, head) + place.position * d;
-        values[row..row + d].copy_from_slice(value);
     }
 }
 
@@ -184,26 +197,26 @@ struct Attend<'a> {
     values: &'a [f32],
 }
 
-impl Attend<'_> {
-    /// `query` and `mixed` are `[places, heads · head_dim]`.
-    fn rows(&self, places: &[TokenPlace], query: &[f32], mixed: &mut [f32]) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            #[target_feature(enable = "avx2")]
-            fn wide(attend: &Attend, places: &[TokenPlace], query: &[f32], mixed: &mut [f32]) {
-                attend.rows_inline(places, query, mixed);
-            }
-            if is_x86_feature_detected!("avx2") {
-                // SAFETY: the CPU has the instructions that `wide` is compiled for.
-                return unsafe { wide(self, places, query, mixed) };
-            }
-        }
-        self.rows_inline(places, query, mixed);
-    }
+/// Some of the tokens; `query` and `mixed` are `[places, heads · head_dim]`.
+struct Rows<'a> {
+    attend: &'a Attend<'a>,
+    places: &'a [TokenPlace],
+    query: &'a [f32],
+    mixed: &'a mut [f32],
+}
+
+impl Kernel for Rows<'_> {
+    type Output = ();
 
     #[inline(always)]
-    fn rows_inline(&self, places: &[TokenPlace], query: &[f32], mixed: &mut [f32]) {
-        let s = self.sizes;
+    fn run<const FUSED: bool>(self) {
+        let Rows {
+            attend,
+            places,
+            query,
+            mixed,
+        } = self;
+        let s = attend.sizes;
         let d = s.head_dim;
         let scale = (d as f32).powf(-0.5);
         let group = s.heads / s.kv_heads;
@@ -214,14 +227,14 @@ impl Attend<'_> {
         let heads = places.iter().flat_map(|p| (0..s.heads).map(move |h| (p, h)));
         for ((place, head), (query, mixed)) in heads.zip(rows) {
             let len = place.position + 1;
-            self.norm_rotate.apply(query, place.position, &mut q);
+            attend.norm_rotate.apply::<FUSED>(query, place.position, &mut q);
             q.iter_mut().for_each(|q| *q *= scale);
-            let keys = &self.keys[s.keys_at(place.slot, head / group)..][..d * s.key_columns];
-            let values = &self.values[s.values_at(place.slot, head / group)..][..len * d];
+            let keys = &attend.keys[s.keys_at(place.slot, head / group)..][..d * s.key_columns];
+            let values = &attend.values[s.values_at(place.slot, head / group)..][..len * d];
             let weights = &mut weights[..len.next_multiple_of(LANES)];
-            scores(&q, keys, s.key_columns, weights);
-            let total = exponentials(weights, len);
-            mix(&weights[..len], values, mixed);
+            scores::<FUSED>(&q, keys, s.key_columns, weights);
+            let total = exponentials::<FUSED>(weights, len);
+            mix::<FUSED>(&weights[..len], values, mixed);
             mixed.iter_mut().for_each(|x| *x /= total);
         }
     }
@@ -229,13 +242,13 @@ impl Attend<'_> {
 
 /// Dot products of `q` with every column of `keys` `[head_dim, columns]`, as many as `out` holds: whole blocks.
 #[inline(always)]
-fn scores(q: &[f32], keys: &[f32], columns: usize, out: &mut [f32]) {
+fn scores<const FUSED: bool>(q: &[f32], keys: &[f32], columns: usize, out: &mut [f32]) {
     for (block, out) in out.chunks_exact_mut(LANES).enumerate() {
         let mut sums = [0f32; LANES];
         for (q, row) in q.iter().zip(keys.chunks_exact(columns)) {
             let row = &row[block * LANES..][..LANES];
             for lane in 0..LANES {
-                sums[lane] += q * row[lane];
+                sums[lane] = multiply_add::<FUSED>(*q, row[lane], sums[lane]);
             }
         }
         out.copy_from_slice(&sums);
@@ -244,7 +257,7 @@ fn scores(q: &[f32], keys: &[f32], columns: usize, out: &mut [f32]) {
 
 /// Replaces the first `len` scores by `exp(score − largest)`, the rest by 0, and gives their sum.
 #[inline(always)]
-fn exponentials(scores: &mut [f32], len: usize) -> f32 {
+fn exponentials<const FUSED: bool>(scores: &mut [f32], len: usize) -> f32 {
     scores[len..].fill(f32::NEG_INFINITY);
     let mut largest = [f32::NEG_INFINITY; LANES];
     for block in scores.chunks_exact(LANES) {
@@ -260,36 +273,16 @@ fn exponentials(scores: &mut [f32], len: usize) -> f32 {
     let mut sums = [0f32; LANES];
     for block in scores.chunks_exact_mut(LANES) {
         for lane in 0..LANES {
-            block[lane] = exp(block[lane] - largest);
+            block[lane] = exp::<FUSED>(block[lane] - largest);
             sums[lane] += block[lane];
         }
     }
     sums.into_iter().sum()
 }
 
-/// `e^x` for `x ≤ 0` or NaN, within 2 ulp; 0 below -87. In plain arithmetic, so that a loop over lanes becomes vector
-/// code and every platform gets the same bits (Cephes' `expf`: `2^n · e^r`, `|r| ≤ ln 2 / 2`).
-#[inline(always)]
-fn exp(x: f32) -> f32 {
-    /// 1.5 · 2^23: adding it leaves the nearest integer in the low bits.
-    const ROUND: f32 = 12_582_912.0;
-    const LN_2_HIGH: f32 = 0.693_359_4;
-    const LN_2_LOW: f32 = -2.121_944_4e-4;
-    let shifted = x * std::f32::consts::LOG2_E + ROUND;
-    let n = shifted - ROUND;
-    let r = x - n * LN_2_HIGH - n * LN_2_LOW;
-    let mut p = 1.987_569_1e-4;
-    for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_65, 0.5] {
-        p = p * r + c;
-    }
-    let p = p * r * r + r + 1.0;
-    let power = f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));
-    if x < -87.0 { 0.0 } else { p * power }
-}
-
 /// `Σ weight_j · value_j`, `values` being `[weights, head_dim]`.
 #[inline(always)]
-fn mix(weights: &[f32], values: &[f32], out: &mut [f32]) {
+fn mix<const FUSED: bool>(weights: &[f32], values: &[f32], out: &mut [f32]) {
     let d = out.len();
     let mut blocks = out.chunks_exact_mut(LANES);
     let mut start = 0;
@@ -298,7 +291,7 @@ fn mix(weights: &[f32], values: &[f32], out: &mut [f32]) {
         for (w, row) in weights.iter().zip(values.chunks_exact(d)) {
             let row = &row[start..start + LANES];
             for lane in 0..LANES {
-                sums[lane] += w * row[lane];
+                sums[lane] = multiply_add::<FUSED>(*w, row[lane], sums[lane]);
             }
         }
         out.copy_from_slice(&sums);
@@ -308,25 +301,7 @@ fn mix(weights: &[f32], values: &[f32], out: &mut [f32]) {
     rest.fill(0.0);
     for (w, row) in weights.iter().zip(values.chunks_exact(d)) {
         for (out, x) in rest.iter_mut().zip(&row[start..]) {
-            *out += w * x;
+            *out = multiply_add::<FUSED>(*w, *x, *out);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn exp_is_within_two_ulp() {
-        for i in 0..870_000 {
-            let x = -i as f32 * 1e-4;
-            let expected = (x as f64).exp();
-            let error = (exp(x) as f64 - expected).abs() / expected;
-            assert!(error < 2.4e-7, "exp({x}) = {} off by {error:e}", exp(x));
-        }
-        assert_eq!(exp(0.0), 1.0);
-        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
-        assert!(exp(f32::NAN).is_nan());
     }
 }
