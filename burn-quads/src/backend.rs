@@ -1,1 +1,332 @@
 //! Operations with straight-through gradients.
+//!
+//! The layers are written once, against [`QuadsBackend`]. On [`Nvfp4<B>`] its operations run in the kernels of `B`, on
+//! Flex alone in the same ones, without packed weights; on `Autodiff<B>` each of them is one node of the graph:
+//!
+//! | operation | forward | gradient |
+//! |---|---|---|
+//! | `fake_quantize_weight` | the stored (packed) value of each weight | identity |
+//! | `fake_quantize_activations` | what a matmul sees of its input | identity |
+//! | `grouped_linear` | `y_e = x_e · w_e` for each expert `e` | `dx_e = g_e · w_eᵀ`, `dw_e = x_eᵀ · g_e` |
+//! | `swiglu` | `silu(gate) · up` | its derivative |
+use burn::{
+    backend::{
+        Autodiff, Flex,
+        autodiff::{
+            checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
+            grads::Gradients,
+            ops::{Backward, Ops, OpsKind, unary},
+        },
+    },
+    tensor::{Int, Shape, Slice, Tensor, TensorPrimitive},
+};
+use burn_backend::{
+    Backend, TensorMetadata,
+    tensor::{FloatTensor, IntTensor},
+};
+use burn_nvfp4::{Nvfp4, Nvfp4Backend, Nvfp4Tensor, WeightFormat};
+use kernels_cubecl::Activation;
+
+/// What the layers of this crate ask of a backend beyond Burn's own operations.
+pub trait QuadsBackend: Backend {
+    /// The values that packing `w` (`[d_in, d_out]`, or `[experts, d_in, d_out]`) would store, as a dense tensor; the
+    /// gradient passes unchanged. `amax`, `[1]` or `[experts]`, replaces the weight's own largest magnitude when
+    /// several weights share an outer scale. A non-finite weight gives NaN everywhere.
+    fn fake_quantize_weight(
+        w: FloatTensor<Self>,
+        format: WeightFormat,
+        amax: Option<FloatTensor<Self>>,
+    ) -> FloatTensor<Self>;
+
+    /// The activations `[.., k]` as a matmul in the setting `activation` sees them; the gradient passes unchanged.
+    fn fake_quantize_activations(x: FloatTensor<Self>, activation: &Activation) -> FloatTensor<Self>;
+
+    /// Products of consecutive groups of rows with their own weights.
+    ///
+    /// `x` is `[rows, d_in]`, its first `counts[0]` rows belonging to group 0 and so on; `w` is `[groups, d_in, d_out]`,
+    /// dense or packed; the result is `[rows, d_out]`. A group without rows costs nothing and gets a zero gradient.
+    /// The gradient of `x` goes through the stored values of a packed `w`, which itself gets none.
+    fn grouped_linear(x: FloatTensor<Self>, w: FloatTensor<Self>, counts: IntTensor<Self>) -> FloatTensor<Self>;
+
+    /// Gradient of [`grouped_linear`](Self::grouped_linear) in `x`: `[rows, d_out]` to `[rows, d_in]`.
+    fn grouped_linear_x_backward(
+        grad: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+    ) -> FloatTensor<Self>;
+
+    /// Gradient of [`grouped_linear`](Self::grouped_linear) in `w`, `[groups, d_in, d_out]`.
+    fn grouped_linear_weight_backward(
+        x: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+    ) -> FloatTensor<Self>;
+
+    /// Whether `w` is stored in NVFP4 or FP8.
+    fn is_packed(w: &FloatTensor<Self>) -> bool;
+
+    /// `silu(gate) · up` with gate and up side by side: `[rows, 2·d]` to `[rows, d]`.
+    fn swiglu(gate_up: FloatTensor<Self>) -> FloatTensor<Self> {
+        let (gate, up) = halves(tensor::<Self>(gate_up));
+        primitive(gate.clone() * burn::tensor::activation::sigmoid(gate) * up)
+    }
+
+    /// Gradient of [`swiglu`](Self::swiglu): `[rows, d]` to `[rows, 2·d]`.
+    fn swiglu_backward(gate_up: FloatTensor<Self>, grad: FloatTensor<Self>) -> FloatTensor<Self> {
+        let (gate, up) = halves(tensor::<Self>(gate_up));
+        let grad = tensor::<Self>(grad);
+        let sigmoid = burn::tensor::activation::sigmoid(gate.clone());
+        let silu = gate * sigmoid.clone();
+        let d_up = grad.clone() * silu.clone();
+        // silu' = σ + x·σ·(1 − σ) = silu + σ·(1 − silu)
+        let slope = silu.clone() + sigmoid * (silu.neg() + 1.0);
+        primitive(Tensor::cat(vec![grad * up * slope, d_up], 1))
+    }
+}
+
+fn tensor<B: Backend>(primitive: FloatTensor<B>) -> Tensor<B, 2> {
+    Tensor::from_primitive(TensorPrimitive::Float(primitive))
+}
+
+fn primitive<B: Backend>(tensor: Tensor<B, 2>) -> FloatTensor<B> {
+    tensor.into_primitive().tensor()
+}
+
+fn halves<B: Backend>(x: Tensor<B, 2>) -> (Tensor<B, 2>, Tensor<B, 2>) {
+    let [_, width] = x.dims();
+    let gate = x.clone().narrow(1, 0, width / 2);
+    (gate, x.narrow(1, width / 2, width / 2))
+}
+
+/// `dx_e = g_e · w_eᵀ`.
+fn grouped_x_backward<B: Nvfp4Backend>(
+    grad: FloatTensor<B>,
+    w: FloatTensor<B>,
+    counts: IntTensor<B>,
+) -> FloatTensor<B> {
+    B::grouped_linear(grad, B::float_swap_dims(w, 1, 2), counts)
+}
+
+/// `dw_e = x_eᵀ · g_e`.
+fn grouped_weight_backward<B: Backend>(
+    x: FloatTensor<B>,
+    grad: FloatTensor<B>,
+    counts: IntTensor<B>,
+) -> FloatTensor<B> {
+    let (d_in, d_out) = (x.shape()[1], grad.shape()[1]);
+    let device = B::float_device(&x);
+    let dtype = x.dtype().into();
+    let mut first = 0;
+    let by_group = group_counts::<B>(counts)
+        .into_iter()
+        .map(|rows| {
+            let range = [Slice::from(first..first + rows)];
+            first += rows;
+            let product = if rows == 0 {
+                B::float_zeros(Shape::new([d_in, d_out]), &device, dtype)
+            } else {
+                let x = B::float_slice(x.clone(), &range);
+                B::float_matmul(B::float_transpose(x), B::float_slice(grad.clone(), &range))
+            };
+            B::float_reshape(product, Shape::new([1, d_in, d_out]))
+        })
+        .collect();
+    B::float_cat(by_group, 0)
+}
+
+/// Rows of each group, read from the device.
+fn group_counts<B: Backend>(counts: IntTensor<B>) -> Vec<usize> {
+    Tensor::<B, 1, Int>::from_primitive(counts)
+        .into_data()
+        .iter::<i64>()
+        .map(|n| n as usize)
+        .collect()
+}
+
+impl<B: Nvfp4Backend> QuadsBackend for Nvfp4<B> {
+    fn fake_quantize_weight(
+        w: FloatTensor<Self>,
+        format: WeightFormat,
+        amax: Option<FloatTensor<Self>>,
+    ) -> FloatTensor<Self> {
+        Nvfp4Tensor::Dense(B::fake_quantize_weight(w.dense(), format, amax.map(|a| a.dense())))
+    }
+
+    fn fake_quantize_activations(x: FloatTensor<Self>, activation: &Activation) -> FloatTensor<Self> {
+        match activation {
+            Activation::Full => x,
+            _ => Nvfp4Tensor::Dense(B::fake_quantize_activations(x.dense(), activation)),
+        }
+    }
+
+    fn grouped_linear(x: FloatTensor<Self>, w: FloatTensor<Self>, counts: IntTensor<Self>) -> FloatTensor<Self> {
+        Nvfp4Tensor::Dense(match w {
+            Nvfp4Tensor::Packed(w) => B::packed_grouped_linear(x.dense(), &w, counts),
+            Nvfp4Tensor::Dense(w) => B::grouped_linear(x.dense(), w, counts),
+        })
+    }
+
+    fn grouped_linear_x_backward(
+        grad: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        Nvfp4Tensor::Dense(grouped_x_backward::<B>(grad.dense(), w.dense(), counts))
+    }
+
+    fn grouped_linear_weight_backward(
+        x: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        Nvfp4Tensor::Dense(grouped_weight_backward::<B>(x.dense(), grad.dense(), counts))
+    }
+
+    fn is_packed(w: &FloatTensor<Self>) -> bool {
+        matches!(w, Nvfp4Tensor::Packed(_))
+    }
+}
+
+impl QuadsBackend for Flex {
+    fn fake_quantize_weight(
+        w: FloatTensor<Self>,
+        format: WeightFormat,
+        amax: Option<FloatTensor<Self>>,
+    ) -> FloatTensor<Self> {
+        <Self as Nvfp4Backend>::fake_quantize_weight(w, format, amax)
+    }
+
+    fn fake_quantize_activations(x: FloatTensor<Self>, activation: &Activation) -> FloatTensor<Self> {
+        <Self as Nvfp4Backend>::fake_quantize_activations(x, activation)
+    }
+
+    fn grouped_linear(x: FloatTensor<Self>, w: FloatTensor<Self>, counts: IntTensor<Self>) -> FloatTensor<Self> {
+        <Self as Nvfp4Backend>::grouped_linear(x, w, counts)
+    }
+
+    fn grouped_linear_x_backward(
+        grad: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        grouped_x_backward::<Self>(grad, w, counts)
+    }
+
+    fn grouped_linear_weight_backward(
+        x: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        grouped_weight_backward::<Self>(x, grad, counts)
+    }
+
+    fn is_packed(_: &FloatTensor<Self>) -> bool {
+        false
+    }
+}
+
+/// A unary node whose gradient is the identity.
+fn straight_through<B: QuadsBackend, C: CheckpointStrategy>(
+    x: FloatTensor<Autodiff<B, C>>,
+    forward: impl FnOnce(FloatTensor<B>) -> FloatTensor<B>,
+) -> FloatTensor<Autodiff<B, C>> {
+    #[derive(Debug)]
+    struct StraightThrough;
+    impl<B: Backend> Backward<B, 1> for StraightThrough {
+        type State = ();
+        fn backward(self, ops: Ops<(), 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+            unary::<B, _>(ops.parents, ops.node, grads, |grad| grad)
+        }
+    }
+    let prep = Backward::<B, 1>::prepare::<C>(StraightThrough, [x.node.clone()]);
+    prep.compute_bound().stateless(forward(x.primitive))
+}
+
+impl<B: QuadsBackend, C: CheckpointStrategy> QuadsBackend for Autodiff<B, C> {
+    fn fake_quantize_weight(
+        w: FloatTensor<Self>,
+        format: WeightFormat,
+        amax: Option<FloatTensor<Self>>,
+    ) -> FloatTensor<Self> {
+        let amax = amax.map(|amax| amax.primitive);
+        straight_through::<B, C>(w, |w| B::fake_quantize_weight(w, format, amax))
+    }
+
+    fn fake_quantize_activations(x: FloatTensor<Self>, activation: &Activation) -> FloatTensor<Self> {
+        match activation {
+            Activation::Full => x,
+            _ => straight_through::<B, C>(x, |x| B::fake_quantize_activations(x, activation)),
+        }
+    }
+
+    fn grouped_linear(x: FloatTensor<Self>, w: FloatTensor<Self>, counts: IntTensor<Self>) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct GroupedLinear;
+        impl<B: QuadsBackend> Backward<B, 2> for GroupedLinear {
+            // The input where the weight needs a gradient, the weight where the input needs one, and the counts.
+            type State = (Option<FloatTensor<B>>, Option<FloatTensor<B>>, IntTensor<B>);
+
+            fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+                let [node_x, node_w] = ops.parents;
+                let (x, w, counts) = ops.state;
+                let grad = grads.consume::<B>(&ops.node);
+                if let (Some(node), Some(w)) = (node_x, w) {
+                    let dx = B::grouped_linear_x_backward(grad.clone(), w, counts.clone());
+                    grads.register::<B>(node.id, dx);
+                }
+                if let (Some(node), Some(x)) = (node_w, x) {
+                    let dw = B::grouped_linear_weight_backward(x, grad, counts);
+                    grads.register::<B>(node.id, dw);
+                }
+            }
+        }
+        let state = (
+            w.is_tracked().then(|| x.primitive.clone()),
+            x.is_tracked().then(|| w.primitive.clone()),
+            counts.clone(),
+        );
+        let output = B::grouped_linear(x.primitive, w.primitive, counts);
+        match Backward::<B, 2>::prepare::<C>(GroupedLinear, [x.node, w.node])
+            .compute_bound()
+            .stateful()
+        {
+            OpsKind::Tracked(prep) => prep.finish(state, output),
+            OpsKind::UnTracked(prep) => prep.finish(output),
+        }
+    }
+
+    fn grouped_linear_x_backward(_: FloatTensor<Self>, _: FloatTensor<Self>, _: IntTensor<Self>) -> FloatTensor<Self> {
+        unreachable!("gradients of gradients are not supported")
+    }
+
+    fn grouped_linear_weight_backward(
+        _: FloatTensor<Self>,
+        _: FloatTensor<Self>,
+        _: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        unreachable!("gradients of gradients are not supported")
+    }
+
+    fn is_packed(w: &FloatTensor<Self>) -> bool {
+        B::is_packed(&w.primitive)
+    }
+
+    fn swiglu(gate_up: FloatTensor<Self>) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct Swiglu;
+        impl<B: QuadsBackend> Backward<B, 1> for Swiglu {
+            type State = FloatTensor<B>;
+            fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+                let gate_up = ops.state;
+                unary::<B, _>(ops.parents, ops.node, grads, |grad| B::swiglu_backward(gate_up, grad))
+            }
+        }
+        match Backward::<B, 1>::prepare::<C>(Swiglu, [gate_up.node])
+            .compute_bound()
+            .stateful()
+        {
+            OpsKind::Tracked(prep) => prep.finish(gate_up.primitive.clone(), B::swiglu(gate_up.primitive)),
+            OpsKind::UnTracked(prep) => prep.finish(B::swiglu(gate_up.primitive)),
+        }
+    }
+}

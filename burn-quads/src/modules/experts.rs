@@ -1,1 +1,376 @@
-//! The experts of one layer.
+//! The experts of a mixture-of-experts layer, as grouped products over tokens sorted by expert.
+use burn::{
+    config::Config,
+    module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay, Param},
+    tensor::{IndexingUpdateOp, Int, Tensor, TensorPrimitive, backend::Backend},
+};
+use burn_nvfp4::{Precision, WeightFormat};
+use kernels_cubecl::BLOCK;
+
+use super::{
+    activation_site::{ActivationSite, is_packed},
+    router::Routing,
+};
+use crate::backend::QuadsBackend;
+
+/// Configuration of [`QuadsExperts`].
+#[derive(Config, Debug)]
+pub struct QuadsExpertsConfig {
+    /// Number of experts.
+    pub experts: usize,
+    /// Features of a token. A multiple of 16 in the NVFP4 precisions.
+    pub d_model: usize,
+    /// Hidden features of an expert. A multiple of 16 in the NVFP4 precisions.
+    pub d_ff: usize,
+    /// The precision of the products.
+    #[config(default = "Precision::W4A16")]
+    pub precision: Precision,
+    /// How the weights are drawn.
+    #[config(default = "Initializer::KaimingUniform{gain: 1.0 / 3.0f64.sqrt(), fan_out_only: false}")]
+    pub initializer: Initializer,
+}
+
+impl QuadsExpertsConfig {
+    /// Makes the experts.
+    ///
+    /// # Panics
+    /// When `precision` packs weights in NVFP4 and `d_model` or `d_ff` is not a multiple of 16.
+    pub fn init<B: Backend>(&self, device: &B::Device) -> QuadsExperts<B> {
+        let Self {
+            experts, d_model, d_ff, ..
+        } = *self;
+        let init = |d_in: usize, d_out: usize| {
+            let shape = [experts, d_in, d_out];
+            self.initializer.init_with(shape, Some(d_in), Some(d_out), device)
+        };
+        QuadsExperts {
+            gate_up_proj: init(d_model, 2 * d_ff),
+            down_proj: init(d_ff, d_model),
+            precision: Precision::High,
+            input: ActivationSite::default(),
+            hidden: ActivationSite::default(),
+        }
+        .with_precision(self.precision.clone())
+    }
+}
+
+/// SwiGLU experts: `down(silu(gate(x)) · up(x))`, each token's results added with its routing weights.
+///
+/// Gate and up lie side by side in one weight, so they share an outer scale for each expert, the input is quantized once
+/// and one product serves both. Precision works as in [`QuadsLinear`](super::linear::QuadsLinear). A token's result does
+/// not depend on the other tokens, nor on how many there are; an expert without tokens costs nothing.
+#[derive(Module, Debug)]
+#[module(custom_display)]
+pub struct QuadsExperts<B: Backend> {
+    /// `[experts, d_model, 2 · d_ff]`, gate before up.
+    pub gate_up_proj: Param<Tensor<B, 3>>,
+    /// `[experts, d_ff, d_model]`.
+    pub down_proj: Param<Tensor<B, 3>>,
+    /// The precision of the products while the weights are dense.
+    #[module(skip)]
+    precision: Precision,
+    /// Compensation and calibration of the input of gate and up.
+    #[module(skip)]
+    pub(crate) input: ActivationSite,
+    /// Compensation and calibration of the input of down.
+    #[module(skip)]
+    pub(crate) hidden: ActivationSite,
+}
+
+impl<B: Backend> QuadsExperts<B> {
+    /// The precision of the products.
+    pub fn precision(&self) -> &Precision {
+        &self.precision
+    }
+
+    /// `[experts, d_ff, d_model]`.
+    pub fn dims(&self) -> [usize; 3] {
+        self.down_proj.lazy_shape().dims()
+    }
+
+    /// The experts in another precision.
+    ///
+    /// # Panics
+    /// When `precision` packs weights in NVFP4 and `d_model` or `d_ff` is not a multiple of 16.
+    pub fn with_precision(mut self, precision: Precision) -> Self {
+        let [_, d_ff, d_model] = self.dims();
+        assert!(
+            precision.weight_format() != Some(WeightFormat::Nvfp4)
+                || (d_model.is_multiple_of(BLOCK) && d_ff.is_multiple_of(BLOCK)),
+            "experts of d_model = {d_model}, d_ff = {d_ff} cannot run in {precision}: NVFP4 needs both to be multiples of \
+             {BLOCK}",
+        );
+        self.precision = precision;
+        self
+    }
+}
+
+impl<B: QuadsBackend> QuadsExperts<B> {
+    /// `x` `[tokens, d_model]` through the experts that `routing` chose: `[tokens, d_model]`.
+    pub fn forward(&self, x: Tensor<B, 2>, routing: &Routing<B>) -> Tensor<B, 2> {
+        let [experts, _, d_model] = self.dims();
+        let [tokens, top_k] = routing.expert_ids.dims();
+        let dispatch = Dispatch::new(routing.expert_ids.clone(), experts);
+
+        self.input.observe(&x);
+        let packed = is_packed(&self.down_proj.val());
+        let quantize = |site: &ActivationSite, x| match packed {
+            true => x,
+            false => site.quantize(x, &self.precision),
+        };
+        let [gate_up_proj, down_proj] = match packed {
+            true => [self.gate_up_proj.val(), self.down_proj.val()],
+            false => self.quantized_weights(),
+        };
+        // Quantized before the rows are repeated: once a token.
+        let rows = quantize(&self.input, x).select(0, dispatch.tokens);
+        let hidden = swiglu(grouped_linear(rows, gate_up_proj, dispatch.counts.clone()));
+        self.hidden.observe(&hidden);
+        let rows = grouped_linear(quantize(&self.hidden, hidden), down_proj, dispatch.counts);
+
+        // Back to token order, then summed in the router's order: the same sum whatever the batch.
+        let by_token = rows.select(0, dispatch.inverse).reshape([tokens, top_k, d_model]);
+        let weights = routing.weights.clone().reshape([tokens, top_k, 1]);
+        (by_token * weights).sum_dim(1).reshape([tokens, d_model])
+    }
+
+    /// The values of dense `gate_up_proj` and `down_proj` that the forward pass multiplies with.
+    pub fn quantized_weights(&self) -> [Tensor<B, 3>; 2] {
+        [&self.gate_up_proj, &self.down_proj].map(|weight| {
+            let weight = weight.val();
+            let Some(format) = self.precision.weight_format() else {
+                return weight;
+            };
+            let weight = B::fake_quantize_weight(weight.into_primitive().tensor(), format, None);
+            Tensor::from_primitive(TensorPrimitive::Float(weight))
+        })
+    }
+}
+
+fn grouped_linear<B: QuadsBackend>(x: Tensor<B, 2>, w: Tensor<B, 3>, counts: Tensor<B, 1, Int>) -> Tensor<B, 2> {
+    let (x, w) = (x.into_primitive().tensor(), w.into_primitive().tensor());
+    let y = B::grouped_linear(x, w, counts.into_primitive());
+    Tensor::from_primitive(TensorPrimitive::Float(y))
+}
+
+fn swiglu<B: QuadsBackend>(gate_up: Tensor<B, 2>) -> Tensor<B, 2> {
+    let y = B::swiglu(gate_up.into_primitive().tensor());
+    Tensor::from_primitive(TensorPrimitive::Float(y))
+}
+
+/// The order that puts the rows of each expert together. A row is one (token, rank) pair, `token · top_k + rank`.
+struct Dispatch<B: Backend> {
+    /// Token of each sorted row, `[rows]`.
+    tokens: Tensor<B, 1, Int>,
+    /// Place of each row in the sorted order, `[rows]`.
+    inverse: Tensor<B, 1, Int>,
+    /// Rows of each expert, `[experts]`.
+    counts: Tensor<B, 1, Int>,
+}
+
+impl<B: Backend> Dispatch<B> {
+    fn new(expert_ids: Tensor<B, 2, Int>, experts: usize) -> Self {
+        let [tokens, top_k] = expert_ids.dims();
+        let device = expert_ids.device();
+        let rows = tokens * top_k;
+        let expert_ids = expert_ids.reshape([rows]);
+        let index = Tensor::arange(0..rows as i64, &device);
+        let zeros = |n: usize| Tensor::<B, 1, Int>::zeros([n], &device);
+
+        // Every key is distinct, so rows of one expert stay in token order whatever sort the backend has.
+        let order = (expert_ids.clone() * rows as i64 + index.clone()).argsort(0);
+        let inverse = zeros(rows).scatter(0, order.clone(), index, IndexingUpdateOp::Add);
+        let ones = zeros(rows).add_scalar(1);
+        Self {
+            tokens: order / top_k as i64,
+            inverse,
+            counts: zeros(experts).scatter(0, expert_ids, ones, IndexingUpdateOp::Add),
+        }
+    }
+}
+
+impl<B: Backend> ModuleDisplay for QuadsExperts<B> {
+    fn custom_settings(&self) -> Option<DisplaySettings> {
+        DisplaySettings::new().with_new_line_after_attribute(false).optional()
+    }
+
+    fn custom_content(&self, content: Content) -> Option<Content> {
+        let [experts, d_ff, d_model] = self.dims();
+        content
+            .add("experts", &experts)
+            .add("d_model", &d_model)
+            .add("d_ff", &d_ff)
+            .add("precision", &self.precision.to_string())
+            .optional()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::modules::linear::{QuadsLinear, QuadsLinearConfig};
+    use burn::{
+        backend::{Autodiff, Flex},
+        tensor::{Distribution, TensorData, Tolerance, activation::silu},
+    };
+    use burn_nvfp4::Nvfp4;
+
+    type B = Nvfp4<Flex>;
+    type A = Autodiff<B>;
+
+    fn experts<B: Backend>(precision: Precision) -> QuadsExperts<B> {
+        QuadsExpertsConfig::new(3, 32, 16)
+            .with_precision(precision)
+            .init(&Default::default())
+    }
+
+    fn routing<B: Backend, const T: usize>(ids: [[i64; 2]; T], weights: [[f32; 2]; T]) -> Routing<B> {
+        let device = Default::default();
+        Routing {
+            expert_ids: Tensor::from_data(ids, &device),
+            weights: Tensor::from_data(weights, &device),
+            logits: Tensor::zeros([T, 3], &device),
+        }
+    }
+
+    fn random<B: Backend>(tokens: usize) -> Tensor<B, 2> {
+        Tensor::random([tokens, 32], Distribution::Normal(0.0, 1.0), &Default::default())
+    }
+
+    /// One expert's part as a layer of its own.
+    fn linear(weight: &Tensor<B, 3>, expert: usize, columns: std::ops::Range<usize>) -> QuadsLinear<B> {
+        let weight = weight.clone().narrow(0, expert, 1).squeeze_dim::<2>(0);
+        let weight = weight.narrow(1, columns.start, columns.len());
+        let [d_in, d_out] = weight.dims();
+        let mut linear = QuadsLinearConfig::new(d_in, d_out)
+            .with_bias(false)
+            .with_precision(Precision::High)
+            .init(&Default::default());
+        linear.weight = Param::from_tensor(weight);
+        linear
+    }
+
+    #[test]
+    fn rows_of_one_expert_stay_in_token_order() {
+        let ids = Tensor::from_data([[2, 0], [0, 2], [2, 1]], &Default::default());
+        let dispatch = Dispatch::<B>::new(ids, 4);
+        let list = |t: Tensor<B, 1, Int>| -> Vec<i64> { t.into_data().iter::<i64>().collect() };
+        // Rows 0..6 go to experts 2 0 0 2 2 1, so the order is 1 2 | 5 | 0 3 4.
+        assert_eq!(list(dispatch.tokens), [0, 1, 2, 0, 1, 2]);
+        assert_eq!(list(dispatch.inverse), [3, 0, 1, 4, 5, 2]);
+        assert_eq!(list(dispatch.counts), [2, 1, 3, 0]);
+    }
+
+    #[test]
+    fn equals_the_weighted_sum_of_single_experts() {
+        let experts = experts::<B>(Precision::High);
+        let x = random::<B>(2);
+        // Expert 1 has no token.
+        let routing = routing([[2, 0], [0, 2]], [[0.75, 0.25], [0.5, 0.5]]);
+        let output = experts.forward(x.clone(), &routing);
+
+        let (gate_up, down) = (experts.gate_up_proj.val(), experts.down_proj.val());
+        let expert = |e: usize, x: Tensor<B, 2>| {
+            let gate = linear(&gate_up, e, 0..16).forward(x.clone());
+            let up = linear(&gate_up, e, 16..32).forward(x);
+            linear(&down, e, 0..32).forward(silu(gate) * up)
+        };
+        let token = |t: usize| x.clone().narrow(0, t, 1);
+        let expected = Tensor::cat(
+            vec![
+                expert(2, token(0)) * 0.75 + expert(0, token(0)) * 0.25,
+                expert(0, token(1)) * 0.5 + expert(2, token(1)) * 0.5,
+            ],
+            0,
+        );
+        output
+            .into_data()
+            .assert_approx_eq::<f32>(&expected.into_data(), Tolerance::absolute(1e-6));
+    }
+
+    #[test]
+    fn a_tokens_bits_do_not_depend_on_the_others_once_packed() {
+        for precision in [
+            Precision::W4A16,
+            Precision::W4A4,
+            Precision::W4A4Rac(Default::default()),
+        ] {
+            let mut experts = experts::<B>(precision.clone());
+            for weight in [&mut experts.gate_up_proj, &mut experts.down_proj] {
+                let packed = burn_nvfp4::pack(weight.val(), &precision, None, None).unwrap();
+                *weight = Param::initialized(weight.id, packed);
+            }
+            let x = random::<B>(5);
+            let ids = [[0, 1], [2, 0], [1, 2], [0, 2], [2, 1]];
+            let weights = [[0.5, 0.5], [0.9, 0.1], [0.7, 0.3], [0.6, 0.4], [0.8, 0.2]];
+            let together = experts.forward(x.clone(), &routing(ids, weights));
+            for t in 0..5 {
+                let alone = experts.forward(x.clone().narrow(0, t, 1), &routing([ids[t]], [weights[t]]));
+                let together = together.clone().narrow(0, t, 1);
+                assert_eq!(alone.into_data(), together.into_data(), "token {t}, {precision}");
+            }
+        }
+    }
+
+    #[test]
+    fn gradients_equal_finite_differences_of_the_surrogate() {
+        // With the stored weights q held fixed, w4a16 computes f(x, q) and the straight-through gradient of a weight is
+        // df/dq. The surrogate is the same module in `high` with q as its weights.
+        let device = Default::default();
+        let trainer = experts::<A>(Precision::W4A16);
+        let x = random::<A>(4).require_grad();
+        let ids = [[0, 2], [2, 0], [0, 2], [2, 0]];
+        let weights = [[0.5, 0.5], [0.9, 0.1], [0.7, 0.3], [0.6, 0.4]];
+        let coefficients: Tensor<B, 2> = random(4);
+        let output = trainer.forward(x.clone(), &routing(ids, weights));
+        let grads = (output * Tensor::from_inner(coefficients.clone())).sum().backward();
+
+        let [gate_up, down] = trainer.quantized_weights().map(|w| w.inner().into_data());
+        let x_data = x.clone().inner().into_data();
+        let surrogate = |gate_up: &TensorData, down: &TensorData, x: &TensorData| -> f32 {
+            let mut experts = experts::<B>(Precision::High);
+            experts.gate_up_proj = Param::from_data(gate_up.clone(), &device);
+            experts.down_proj = Param::from_data(down.clone(), &device);
+            let output = experts.forward(Tensor::from_data(x.clone(), &device), &routing(ids, weights));
+            (output * coefficients.clone()).sum().into_scalar()
+        };
+        let bump = |data: &TensorData, at: usize, by: f32| {
+            let mut data = data.clone();
+            data.as_mut_slice::<f32>().unwrap()[at] += by;
+            data
+        };
+        let h = 1e-2;
+        let check = |what: &str, at: usize, grad: &TensorData, difference: f32| {
+            let grad = grad.as_slice::<f32>().unwrap()[at];
+            let expected = difference / (2.0 * h);
+            assert!(
+                (grad - expected).abs() < 2e-3 * (1.0 + expected.abs()),
+                "{what}[{at}]: {grad}, {expected}"
+            );
+        };
+        let d_gate_up = trainer.gate_up_proj.grad(&grads).unwrap().into_data();
+        let d_down = trainer.down_proj.grad(&grads).unwrap().into_data();
+        let dx = x.grad(&grads).unwrap().into_data();
+        for at in (0..x_data.num_elements()).step_by(7) {
+            let f = |by| surrogate(&gate_up, &down, &bump(&x_data, at, by));
+            check("x", at, &dx, f(h) - f(-h));
+        }
+        for at in (0..gate_up.num_elements()).step_by(97) {
+            let f = |by| surrogate(&bump(&gate_up, at, by), &down, &x_data);
+            check("gate_up_proj", at, &d_gate_up, f(h) - f(-h));
+        }
+        for at in (0..down.num_elements()).step_by(61) {
+            let f = |by| surrogate(&gate_up, &bump(&down, at, by), &x_data);
+            check("down_proj", at, &d_down, f(h) - f(-h));
+        }
+        // The expert that no token chose.
+        let idle = trainer.down_proj.grad(&grads).unwrap().narrow(0, 1, 1).abs().max();
+        assert_eq!(idle.into_scalar(), 0.0);
+    }
+
+    #[test]
+    #[should_panic(expected = "experts of d_model = 32, d_ff = 24 cannot run in w4a16")]
+    fn a_width_that_blocks_do_not_cover_is_refused() {
+        QuadsExpertsConfig::new(2, 32, 24).init::<B>(&Default::default());
+    }
+}

@@ -1,1 +1,488 @@
-//! A linear layer with an explicit precision.
+//! A linear layer with a precision.
+use burn::{
+    config::Config,
+    module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay, Param},
+    nn::Linear,
+    tensor::{Tensor, TensorPrimitive, backend::Backend, module::linear},
+};
+use burn_nvfp4::{Precision, WeightFormat};
+use kernels_cubecl::BLOCK;
+
+use super::activation_site::{ActivationSite, is_packed};
+use crate::backend::QuadsBackend;
+
+/// Configuration of a [`QuadsLinear`].
+#[derive(Config, Debug)]
+pub struct QuadsLinearConfig {
+    /// Input features. A multiple of 16 in the NVFP4 precisions.
+    pub d_input: usize,
+    /// Output features.
+    pub d_output: usize,
+    /// Whether a bias is added. It is never quantized.
+    #[config(default = true)]
+    pub bias: bool,
+    /// The precision of the product.
+    #[config(default = "Precision::W4A16")]
+    pub precision: Precision,
+    /// How weight and bias are drawn.
+    #[config(default = "Initializer::KaimingUniform{gain: 1.0 / 3.0f64.sqrt(), fan_out_only: false}")]
+    pub initializer: Initializer,
+}
+
+impl QuadsLinearConfig {
+    /// Makes the layer.
+    ///
+    /// # Panics
+    /// When `precision` packs weights in NVFP4 and `d_input` is not a multiple of 16.
+    pub fn init<B: Backend>(&self, device: &B::Device) -> QuadsLinear<B> {
+        let (fan_in, fan_out) = (Some(self.d_input), Some(self.d_output));
+        let init = &self.initializer;
+        QuadsLinear {
+            weight: init.init_with([self.d_input, self.d_output], fan_in, fan_out, device),
+            bias: self
+                .bias
+                .then(|| init.init_with([self.d_output], fan_in, fan_out, device)),
+            precision: Precision::High,
+            input: ActivationSite::default(),
+        }
+        .with_precision(self.precision.clone())
+    }
+}
+
+/// A linear layer `y = x · W + b` that trains in, and rolls out in, a chosen [`Precision`].
+///
+/// The weight is an f32 master. While it is dense, the forward pass rounds it (and, where the precision says so, the
+/// input) to the values that a packed matmul works with, and gradients pass straight through:
+///
+/// | precision | forward | `dx` | `dW` |
+/// |---|---|---|---|
+/// | `high` | `x · W` | `g · Wᵀ` | `xᵀ · g` |
+/// | `w4a16` | `x · q(W)` | `g · q(W)ᵀ` | `xᵀ · g` |
+/// | `w4a4`, `w4a4_rac`, `fp8` | `x̂ · q(W)` | `g · q(W)ᵀ` | `x̂ᵀ · g` |
+///
+/// Once the weight is packed ([`sync`](crate::sync), or [`pack`](burn_nvfp4::pack)), the backend multiplies with the
+/// codes in the activation setting that the packed weight carries.
+#[derive(Module, Debug)]
+#[module(custom_display)]
+pub struct QuadsLinear<B: Backend> {
+    /// `[d_input, d_output]`.
+    pub weight: Param<Tensor<B, 2>>,
+    /// `[d_output]`.
+    pub bias: Option<Param<Tensor<B, 1>>>,
+    /// The precision of the product while the weight is dense.
+    #[module(skip)]
+    precision: Precision,
+    /// Compensation and calibration of the input.
+    #[module(skip)]
+    pub(crate) input: ActivationSite,
+}
+
+impl<B: Backend> QuadsLinear<B> {
+    /// The precision of the product.
+    pub fn precision(&self) -> &Precision {
+        &self.precision
+    }
+
+    /// `[d_input, d_output]`.
+    pub fn dims(&self) -> [usize; 2] {
+        self.weight.lazy_shape().dims()
+    }
+
+    /// The layer in another precision.
+    ///
+    /// # Panics
+    /// When `precision` packs weights in NVFP4 and `d_input` is not a multiple of 16.
+    pub fn with_precision(mut self, precision: Precision) -> Self {
+        let [d_input, d_output] = self.dims();
+        assert!(
+            precision.weight_format() != Some(WeightFormat::Nvfp4) || d_input.is_multiple_of(BLOCK),
+            "a linear layer of d_input = {d_input}, d_output = {d_output} cannot run in {precision}: NVFP4 needs d_input \
+             to be a multiple of {BLOCK}; pad the input, or use the precision high",
+        );
+        self.precision = precision;
+        self
+    }
+}
+
+impl<B: QuadsBackend> QuadsLinear<B> {
+    /// `[.., d_input]` to `[.., d_output]`.
+    ///
+    /// # Panics
+    /// When the last dimension is not `d_input`, or the precision needs a calibrated mask that was never set.
+    pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
+        let [y] = OuterScaleGroup::new([self]).forward(x);
+        y
+    }
+
+    /// The values of a dense weight that the forward pass multiplies with. `amax`, `[1]`, is the largest magnitude of the
+    /// group that shares the outer scale.
+    fn quantized_weight(&self, amax: Option<Tensor<B, 1>>) -> Tensor<B, 2> {
+        let weight = self.weight.val();
+        let Some(format) = self.precision.weight_format() else {
+            return weight;
+        };
+        let amax = amax.map(|amax| amax.into_primitive().tensor());
+        let weight = B::fake_quantize_weight(weight.into_primitive().tensor(), format, amax);
+        Tensor::from_primitive(TensorPrimitive::Float(weight))
+    }
+}
+
+/// Layers on one input that share an outer scale (q, k and v of an attention), so that one fused matmul can serve them
+/// and checkpoint tools, which do the same, agree.
+///
+/// The scale comes from the largest magnitude over all members' f32 masters, at each forward pass and at each sync.
+#[derive(Clone, Copy, Debug)]
+pub struct OuterScaleGroup<'a, B: Backend, const N: usize> {
+    members: [&'a QuadsLinear<B>; N],
+}
+
+impl<'a, B: Backend, const N: usize> OuterScaleGroup<'a, B, N> {
+    /// A group of at least one layer.
+    ///
+    /// # Panics
+    /// When the members differ in precision or input size.
+    pub fn new(members: [&'a QuadsLinear<B>; N]) -> Self {
+        let first = members[0];
+        for member in &members[1..] {
+            assert!(
+                member.precision == first.precision && member.dims()[0] == first.dims()[0],
+                "layers that share an outer scale must agree in precision and d_input: {} with {} and {} with {}",
+                first.precision,
+                first.dims()[0],
+                member.precision,
+                member.dims()[0],
+            );
+        }
+        Self { members }
+    }
+
+    /// The largest magnitude over all members, `[1]`, outside the autodiff graph.
+    pub fn amax(&self) -> Tensor<B, 1> {
+        let amax = |member: &QuadsLinear<B>| member.weight.val().detach().abs().max();
+        let first = amax(self.members[0]);
+        self.members[1..]
+            .iter()
+            .fold(first, |largest, member| largest.max_pair(amax(member)))
+    }
+}
+
+impl<B: QuadsBackend, const N: usize> OuterScaleGroup<'_, B, N> {
+    /// The largest magnitude where the outer scale depends on it: not within one weight, whose own is found on the way.
+    fn shared_amax(&self) -> Option<Tensor<B, 1>> {
+        let nvfp4 = self.members[0].precision.weight_format() == Some(WeightFormat::Nvfp4);
+        (N > 1 && nvfp4).then(|| self.amax())
+    }
+
+    /// The values of dense weights that the forward pass multiplies with, `[d_input, d_output]` each.
+    pub fn quantized_weights(&self) -> [Tensor<B, 2>; N] {
+        let amax = self.shared_amax();
+        self.members.map(|member| member.quantized_weight(amax.clone()))
+    }
+
+    /// The outputs of all members, `[.., d_input]` to `[.., d_output]` each; the input is quantized once.
+    ///
+    /// # Panics
+    /// As [`QuadsLinear::forward`].
+    pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> [Tensor<B, D>; N] {
+        let first = self.members[0];
+        let shape = x.dims();
+        let d_input = first.dims()[0];
+        assert_eq!(
+            shape[D - 1],
+            d_input,
+            "the input of a linear layer has shape {shape:?}, expected [.., {d_input}]"
+        );
+        // One matrix: the gradient of a weight is then one product, not one for each leading index.
+        let rows = shape[..D - 1].iter().product::<usize>();
+        let mut x = x.reshape([rows, d_input]);
+        first.input.observe(&x);
+        let weights = if is_packed(&first.weight.val()) {
+            self.members.map(|member| member.weight.val())
+        } else {
+            x = first.input.quantize(x, &first.precision);
+            self.quantized_weights()
+        };
+        let mut weights = weights.into_iter();
+        self.members.map(|member| {
+            let weight = weights.next().expect("one weight a member");
+            let y = linear(x.clone(), weight, member.bias.as_ref().map(|bias| bias.val()));
+            let mut shape = shape;
+            shape[D - 1] = member.dims()[1];
+            y.reshape(shape)
+        })
+    }
+}
+
+/// Burn's layer with the same parameters (and their ids), in [`Precision::W4A16`]: quantization-aware training of an
+/// existing model.
+///
+/// # Panics
+/// When `d_input` is not a multiple of 16.
+impl<B: Backend> From<Linear<B>> for QuadsLinear<B> {
+    fn from(linear: Linear<B>) -> Self {
+        Self {
+            weight: linear.weight,
+            bias: linear.bias,
+            precision: Precision::High,
+            input: ActivationSite::default(),
+        }
+        .with_precision(Precision::W4A16)
+    }
+}
+
+impl<B: Backend> ModuleDisplay for QuadsLinear<B> {
+    fn custom_settings(&self) -> Option<DisplaySettings> {
+        DisplaySettings::new().with_new_line_after_attribute(false).optional()
+    }
+
+    fn custom_content(&self, content: Content) -> Option<Content> {
+        let [d_input, d_output] = self.dims();
+        content
+            .add("d_input", &d_input)
+            .add("d_output", &d_output)
+            .add("bias", &self.bias.is_some())
+            .add("precision", &self.precision.to_string())
+            .optional()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::{
+        backend::{Autodiff, Flex},
+        module::Module,
+        nn::LinearConfig,
+        tensor::{Distribution, TensorData},
+    };
+    use burn_nvfp4::{Nvfp4, Rac, pack, packed_weight};
+    use kernels_cubecl::{Granularity, ResidualMask, Selection};
+
+    type B = Nvfp4<Flex>;
+    type A = Autodiff<B>;
+
+    fn random<B: Backend, const D: usize>(shape: [usize; D]) -> Tensor<B, D> {
+        Tensor::random(shape, Distribution::Normal(0.0, 1.0), &Default::default())
+    }
+
+    fn layer<B: Backend>(d_input: usize, precision: Precision) -> QuadsLinear<B> {
+        QuadsLinearConfig::new(d_input, 24)
+            .with_precision(precision)
+            .init(&Default::default())
+    }
+
+    fn eye<B: Backend>(size: usize) -> Tensor<B, 2> {
+        Tensor::eye(size, &Default::default())
+    }
+
+    #[test]
+    fn weights_are_rounded_to_the_nvfp4_grid() {
+        // amax 2688 = 6 · 448 makes the outer scale 1; the block's amax of 6 then has block scale 1, and the values are those
+        // of E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code.
+        let mut column = [0.2, 0.3, -0.75, 1.1, 2.5, -3.4, 5.0, 6.0].repeat(2);
+        column.extend([0.0; 16]);
+        column[16] = 2688.0;
+        let mut linear = QuadsLinearConfig::new(32, 1)
+            .with_bias(false)
+            .init::<B>(&Default::default());
+        linear.weight = Param::from_data(TensorData::new(column, [32, 1]), &Default::default());
+        let [weight] = OuterScaleGroup::new([&linear]).quantized_weights();
+        let mut expected = [0.0f32, 0.5, -1.0, 1.0, 2.0, -3.0, 4.0, 6.0].repeat(2);
+        expected.extend([0.0; 16]);
+        expected[16] = 2688.0;
+        assert_eq!(weight.into_data(), TensorData::new(expected, [32, 1]));
+    }
+
+    #[test]
+    fn the_dense_forward_uses_the_values_that_packing_stores() {
+        for precision in [
+            Precision::W4A16,
+            Precision::W4A4,
+            Precision::W4A4Rac(Rac::default()),
+            Precision::Fp8,
+        ] {
+            let linear = layer::<B>(48, precision.clone());
+            let [weight] = OuterScaleGroup::new([&linear]).quantized_weights();
+            let packed = pack(linear.weight.val(), &precision, None, None).unwrap();
+            assert_eq!(weight.into_data(), packed.dequantize().into_data(), "{precision}");
+        }
+    }
+
+    #[test]
+    fn a_packed_layer_equals_the_dense_one_in_every_precision() {
+        let mask = ResidualMask::from_channels(&[vec![true; 16], vec![false; 32]].concat());
+        let calibrated = Rac {
+            selection: Selection::Calibrated,
+            ..Rac::default()
+        };
+        let per_token = Rac {
+            selection: Selection::PerToken,
+            granularity: Granularity::Block16,
+            fraction: 0.5,
+        };
+        for precision in [
+            Precision::W4A16,
+            Precision::W4A4,
+            Precision::W4A4Rac(Rac::default()),
+            Precision::W4A4Rac(calibrated),
+            Precision::W4A4Rac(per_token),
+            Precision::Fp8,
+        ] {
+            let mut linear = layer::<B>(48, precision.clone());
+            linear.input.set_mask(Some(mask.clone()));
+            // Burn draws parameters at first use, and clones of an unused layer would draw twice.
+            linear.bias.as_ref().unwrap().val();
+            let mut packed = linear.clone();
+            let weight = pack(linear.weight.val(), &precision, None, Some(&mask)).unwrap();
+            packed.weight = Param::initialized(linear.weight.id, weight);
+            let x = random([2, 3, 48]);
+            let (dense, packed) = (linear.forward(x.clone()).into_data(), packed.forward(x).into_data());
+            assert_eq!(dense.shape, packed.shape);
+            for (d, p) in dense.iter::<f32>().zip(packed.iter::<f32>()) {
+                assert!((d - p).abs() <= 1e-5 * (1.0 + d.abs()), "{precision}: {d} and {p}");
+            }
+        }
+    }
+
+    #[test]
+    fn gradients_go_through_the_stored_weights_and_the_quantized_input() {
+        for precision in [Precision::High, Precision::W4A16, Precision::W4A4, Precision::Fp8] {
+            let linear = layer::<A>(32, precision.clone());
+            let x = random::<A, 2>([5, 32]).require_grad();
+            let g = random::<B, 2>([5, 24]);
+            let grads = (linear.forward(x.clone()) * Tensor::from_inner(g.clone()))
+                .sum()
+                .backward();
+
+            let [weight] = OuterScaleGroup::new([&linear]).quantized_weights().map(Tensor::inner);
+            let x_hat = linear.input.quantize(x.clone(), &precision).inner();
+            let equal = |actual: Tensor<B, 2>, expected: Tensor<B, 2>, what: &str| {
+                let difference = (actual - expected).abs().max().into_scalar();
+                assert!(difference < 1e-5, "{what} in {precision} differs by {difference}");
+            };
+            equal(x.grad(&grads).unwrap(), g.clone().matmul(weight.transpose()), "dx");
+            equal(
+                linear.weight.grad(&grads).unwrap(),
+                x_hat.transpose().matmul(g.clone()),
+                "dw",
+            );
+            let db = linear.bias.as_ref().unwrap().grad(&grads).unwrap().unsqueeze();
+            equal(db, g.sum_dim(0), "db");
+        }
+    }
+
+    #[test]
+    fn gradients_equal_finite_differences_of_the_surrogate() {
+        // y = x · (q + w − w₀) with q the stored values: quadratic in x and in w, so central differences are exact.
+        let linear = layer::<A>(32, Precision::W4A16);
+        let bias = linear.bias.as_ref().unwrap().val().inner();
+        let x = random::<A, 2>([3, 32]).require_grad();
+        let grads = linear.forward(x.clone()).powi_scalar(2).sum().backward();
+
+        let [q] = OuterScaleGroup::new([&linear]).quantized_weights().map(Tensor::inner);
+        let x0 = x.clone().inner();
+        let loss = |x: Tensor<B, 2>, q: Tensor<B, 2>| -> f64 {
+            let y = x.matmul(q) + bias.clone().unsqueeze();
+            y.into_data().iter::<f64>().map(|y| y * y).sum()
+        };
+        let bump = |t: &Tensor<B, 2>, at: usize, by: f32| {
+            let mut data = t.to_data();
+            data.as_mut_slice::<f32>().unwrap()[at] += by;
+            Tensor::from_data(data, &Default::default())
+        };
+        let h = 0.25;
+        let check = |grad: Tensor<B, 2>, what: &str, loss: &dyn Fn(usize, f32) -> f64| {
+            for (at, grad) in grad.into_data().iter::<f64>().enumerate() {
+                let expected = (loss(at, h) - loss(at, -h)) / (2.0 * f64::from(h));
+                assert!(
+                    (grad - expected).abs() < 1e-3 * (1.0 + expected.abs()),
+                    "{what}[{at}]: {grad}, {expected}"
+                );
+            }
+        };
+        check(x.grad(&grads).unwrap(), "dx", &|at, by| {
+            loss(bump(&x0, at, by), q.clone())
+        });
+        check(linear.weight.grad(&grads).unwrap(), "dw", &|at, by| {
+            loss(x0.clone(), bump(&q, at, by))
+        });
+    }
+
+    #[test]
+    fn a_group_shares_the_outer_scale_of_its_largest_member() {
+        let [small, mut large] = [(); 2].map(|()| layer::<B>(32, Precision::W4A16));
+        large.weight = large.weight.map(|w| w * 10.0);
+        let group = OuterScaleGroup::new([&small, &large]);
+        let amax = group.amax();
+        assert_eq!(
+            amax.to_data(),
+            large.weight.val().abs().max().into_data(),
+            "the largest magnitude of all members"
+        );
+        let packed =
+            [&small, &large].map(|l| pack(l.weight.val(), &Precision::W4A16, Some(amax.clone()), None).unwrap());
+        let scales = packed.each_ref().map(|w| packed_weight(w).unwrap().outer_scales());
+        assert_eq!(scales[0], scales[1]);
+        for (weight, packed) in group.quantized_weights().into_iter().zip(packed) {
+            assert_eq!(weight.into_data(), packed.dequantize().into_data());
+        }
+        // What the forward pass multiplies with, seen through it.
+        let outputs = group.forward(eye(32));
+        for ((output, weight), member) in outputs.into_iter().zip(group.quantized_weights()).zip([&small, &large]) {
+            let bias = member.bias.as_ref().unwrap().val().unsqueeze();
+            assert_eq!(output.into_data(), (weight + bias).into_data());
+        }
+    }
+
+    #[test]
+    fn inputs_of_any_rank_are_rows() {
+        let linear = layer::<B>(32, Precision::W4A4);
+        let x = random::<B, 4>([2, 1, 3, 32]);
+        let y = linear.forward(x.clone());
+        assert_eq!(y.dims(), [2, 1, 3, 24]);
+        let row = linear.forward(x.slice([1..2, 0..1, 2..3]).reshape([32]));
+        assert_eq!(row.into_data(), y.slice([1..2, 0..1, 2..3]).reshape([24]).into_data());
+    }
+
+    #[test]
+    fn a_non_finite_weight_is_seen_in_every_output() {
+        let mut linear = layer::<B>(32, Precision::W4A16);
+        linear.weight = linear.weight.map(|w| w.slice_fill([0..1, 0..1], f32::INFINITY));
+        let y = linear.forward(random::<B, 2>([2, 32]));
+        assert!(y.into_data().iter::<f32>().all(f32::is_nan));
+    }
+
+    #[test]
+    fn a_burn_layer_keeps_its_parameters() {
+        let burn = LinearConfig::new(32, 24).init::<B>(&Default::default());
+        let (weight, id) = (burn.weight.val().into_data(), burn.weight.id);
+        let linear = QuadsLinear::from(burn);
+        assert_eq!(linear.precision(), &Precision::W4A16);
+        assert_eq!((linear.weight.val().into_data(), linear.weight.id), (weight, id));
+        assert_eq!(linear.num_params(), 32 * 24 + 24);
+    }
+
+    #[test]
+    #[should_panic(
+        expected = "a linear layer of d_input = 20, d_output = 24 cannot run in w4a16: NVFP4 needs d_input to be a multiple of 16"
+    )]
+    fn a_d_input_that_blocks_do_not_cover_is_refused() {
+        layer::<B>(20, Precision::W4A16);
+    }
+
+    #[test]
+    fn any_d_input_will_do_without_blocks() {
+        for precision in [Precision::High, Precision::Fp8] {
+            assert_eq!(
+                layer::<B>(20, precision).forward(random::<B, 2>([2, 20])).dims(),
+                [2, 24]
+            );
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "the input of a linear layer has shape [2, 16], expected [.., 32]")]
+    fn an_input_of_another_width_is_refused() {
+        layer::<B>(32, Precision::High).forward(random::<B, 2>([2, 16]));
+    }
+}

@@ -1,7 +1,11 @@
-//! Layers and the model.
+//! Layers and the model, from the inside out.
+pub mod activation_site;
 pub mod attention;
+pub mod decoder_layer;
 pub mod experts;
 pub mod linear;
 pub mod moe;
+pub mod moe_config;
 pub mod rotary;
 pub mod router;
+mod seeded_init;

@@ -10,14 +10,19 @@ mod tests;
 pub use cached::{AttentionBackend, CachedQkv};
 pub use kv_cache::{CacheStep, KvCache, KvCacheConfig, LayerCache, PrefixCopy, TokenPlace};
 
-use super::rotary::{RotaryEmbedding, Rotation};
+use super::{
+    linear::{OuterScaleGroup, QuadsLinear, QuadsLinearConfig},
+    rotary::{RotaryEmbedding, Rotation},
+};
+use crate::backend::QuadsBackend;
 use burn::{
     config::Config,
     module::Module,
-    nn::{Linear as QuadsLinear, LinearConfig as QuadsLinearConfig, RmsNorm, RmsNormConfig},
+    nn::{RmsNorm, RmsNormConfig},
     prelude::Backend,
     tensor::{Bool, Int, Tensor, activation::softmax},
 };
+use burn_nvfp4::Precision;
 
 /// Score of a key that must not be attended to. Finite, so that a row without any key (padding) stays finite too: its
 /// weights become equal instead of 0/0. Beside a real score its weight is exactly 0.
@@ -40,13 +45,16 @@ pub struct QuadsAttentionConfig {
     /// Epsilon of `q_norm` and `k_norm`.
     #[config(default = "1e-6")]
     pub rms_norm_eps: f64,
+    /// Precision of the four projections.
+    #[config(default = "Precision::W4A16")]
+    pub precision: Precision,
 }
 
 impl QuadsAttentionConfig {
     /// Makes the module with random weights.
     ///
     /// # Panics
-    /// If `num_key_value_heads` does not divide `num_attention_heads`.
+    /// If `num_key_value_heads` does not divide `num_attention_heads`, or a width does not fit the precision.
     pub fn init<B: Backend>(&self, device: &B::Device) -> QuadsAttention<B> {
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
         assert!(
@@ -56,6 +64,7 @@ impl QuadsAttentionConfig {
         let linear = |d_input, d_output| {
             QuadsLinearConfig::new(d_input, d_output)
                 .with_bias(self.attention_bias)
+                .with_precision(self.precision.clone())
                 .init(device)
         };
         let norm = || {
@@ -98,6 +107,28 @@ pub struct QuadsAttention<B: Backend> {
 }
 
 impl<B: Backend> QuadsAttention<B> {
+    /// The attention with its projections in another precision.
+    ///
+    /// # Panics
+    /// As [`QuadsLinear::with_precision`].
+    pub fn with_precision(self, precision: Precision) -> Self {
+        let set = |linear: QuadsLinear<B>| linear.with_precision(precision.clone());
+        Self {
+            q_proj: set(self.q_proj),
+            k_proj: set(self.k_proj),
+            v_proj: set(self.v_proj),
+            o_proj: set(self.o_proj),
+            ..self
+        }
+    }
+
+    /// q, k and v, which share the input and the outer scale.
+    pub fn qkv(&self) -> OuterScaleGroup<'_, B, 3> {
+        OuterScaleGroup::new([&self.q_proj, &self.k_proj, &self.v_proj])
+    }
+}
+
+impl<B: QuadsBackend> QuadsAttention<B> {
     /// Causal attention over whole sequences.
     ///
     /// # Shapes
@@ -107,11 +138,10 @@ impl<B: Backend> QuadsAttention<B> {
         let [batch, seq, _] = x.dims();
         let (heads, kv_heads, d) = (self.num_attention_heads, self.num_key_value_heads, self.head_dim);
         let split = |x: Tensor<B, 3>, heads: usize| x.reshape([batch, seq, heads, d]);
-        let q = split(self.q_proj.forward(x.clone()), heads);
-        let k = split(self.k_proj.forward(x.clone()), kv_heads);
-        let v = split(self.v_proj.forward(x), kv_heads);
-        let q = context.rotation.apply(self.q_norm.forward(q));
-        let k = context.rotation.apply(self.k_norm.forward(k));
+        let [q, k, v] = self.qkv().forward(x);
+        let q = context.rotation.apply(self.q_norm.forward(split(q, heads)));
+        let k = context.rotation.apply(self.k_norm.forward(split(k, kv_heads)));
+        let v = split(v, kv_heads);
 
         // The query heads of one key head become rows of one product.
         let group = heads / kv_heads;
@@ -134,7 +164,7 @@ impl<B: Backend> QuadsAttention<B> {
     }
 }
 
-impl<B: AttentionBackend> QuadsAttention<B> {
+impl<B: AttentionBackend + QuadsBackend> QuadsAttention<B> {
     /// Appends tokens to their slots of the cache and attends to everything before them there. Tokens of several
     /// slots, and several tokens of a slot (a prompt), go through one call.
     ///
@@ -151,10 +181,11 @@ impl<B: AttentionBackend> QuadsAttention<B> {
         cache: &mut LayerCache<B>,
         step: &CacheStep,
     ) -> Tensor<B, 2> {
+        let [query, key, value] = self.qkv().forward(x);
         let qkv = CachedQkv {
-            query: self.q_proj.forward(x.clone()),
-            key: self.k_proj.forward(x.clone()),
-            value: self.v_proj.forward(x),
+            query,
+            key,
+            value,
             query_norm: self.q_norm.gamma.val(),
             key_norm: self.k_norm.gamma.val(),
             epsilon: self.q_norm.epsilon,

@@ -18,6 +18,7 @@ fn attention<B: Backend>(device: &B::Device) -> QuadsAttention<B> {
     B::seed(device, 7);
     let mut attention = QuadsAttentionConfig::new(HIDDEN, HEADS, KV_HEADS, HEAD_DIM)
         .with_attention_bias(true)
+        .with_precision(Precision::High)
         .init::<B>(device);
     // Norm weights that differ by channel, so that their order relative to the rotation is seen.
     for norm in [&mut attention.q_norm, &mut attention.k_norm] {
@@ -185,7 +186,7 @@ fn rows_without_any_key_are_finite_and_leave_gradients_finite() {
 }
 
 /// Runs `x` `[1, seq, hidden]` through the cache in pieces of the given lengths.
-fn in_pieces<B: AttentionBackend>(
+fn in_pieces<B: AttentionBackend + QuadsBackend>(
     attention: &QuadsAttention<B>,
     x: Tensor<B, 3>,
     slot: usize,

@@ -1,0 +1,62 @@
+//! One decoder layer: attention and a mixture of experts, each behind a norm and around a residual.
+use burn::{
+    module::Module,
+    nn::RmsNorm,
+    tensor::{Int, Tensor, backend::Backend},
+};
+
+use super::{
+    attention::QuadsAttention,
+    experts::QuadsExperts,
+    router::{Router, Routing},
+};
+use crate::backend::QuadsBackend;
+
+/// A router and its experts.
+#[derive(Module, Debug)]
+pub struct MoeBlock<B: Backend> {
+    /// Chooses the experts.
+    pub gate: Router<B>,
+    /// The experts.
+    pub experts: QuadsExperts<B>,
+}
+
+impl<B: QuadsBackend> MoeBlock<B> {
+    /// `x` `[tokens, hidden]` to `[tokens, hidden]`, and where the tokens went. `replay` as in [`Router::forward`].
+    pub fn forward(&self, x: Tensor<B, 2>, replay: Option<Tensor<B, 2, Int>>) -> (Tensor<B, 2>, Routing<B>) {
+        let routing = self.gate.forward(x.clone(), replay);
+        (self.experts.forward(x, &routing), routing)
+    }
+}
+
+/// One decoder layer of Qwen3-MoE.
+#[derive(Module, Debug)]
+pub struct DecoderLayer<B: Backend> {
+    /// Before the attention.
+    pub input_layernorm: RmsNorm<B>,
+    /// The attention.
+    pub self_attn: QuadsAttention<B>,
+    /// Before the experts.
+    pub post_attention_layernorm: RmsNorm<B>,
+    /// Router and experts.
+    pub mlp: MoeBlock<B>,
+}
+
+impl<B: QuadsBackend> DecoderLayer<B> {
+    /// `x` `[.., hidden]` through the layer, with `attend` as its attention: over whole sequences when training and
+    /// scoring, over a cache when sampling. `replay` as in [`Router::forward`].
+    pub fn forward_with<const D: usize>(
+        &self,
+        x: Tensor<B, D>,
+        attend: impl FnOnce(&QuadsAttention<B>, Tensor<B, D>) -> Tensor<B, D>,
+        replay: Option<Tensor<B, 2, Int>>,
+    ) -> (Tensor<B, D>, Routing<B>) {
+        let shape = x.dims();
+        let hidden = shape[D - 1];
+        let tokens = shape[..D - 1].iter().product::<usize>();
+        let x = x.clone() + attend(&self.self_attn, self.input_layernorm.forward(x));
+        let normed = self.post_attention_layernorm.forward(x.clone());
+        let (y, routing) = self.mlp.forward(normed.reshape([tokens, hidden]), replay);
+        (x + y.reshape(shape), routing)
+    }
+}
