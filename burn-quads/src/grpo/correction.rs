@@ -54,6 +54,13 @@ pub struct CorrectionWeights {
     pub tokens: usize,
 }
 
+impl CorrectionWeights {
+    /// Fraction of the tokens that count with weight 0.
+    pub fn rejected_fraction(&self) -> f64 {
+        self.rejected_tokens as f64 / self.tokens.max(1) as f64
+    }
+}
+
 impl Correction {
     /// A mode with its default bounds.
     pub fn new(mode: CorrectionMode) -> Self {

@@ -36,16 +36,6 @@ pub enum GrpoError {
         /// The learner's step.
         step: usize,
     },
-    /// A saved optimizer state that does not belong to this model.
-    #[error("optimizer state of {parameter}: expected {expected}, got {got}")]
-    OptimizerState {
-        /// Path of the parameter.
-        parameter: String,
-        /// What the model needs.
-        expected: String,
-        /// What the state holds.
-        got: String,
-    },
 }
 
 impl GrpoError {

@@ -184,11 +184,16 @@ impl LossOutput {
     /// The loss as a tensor `[1]` whose gradient by `log_probs` (the tensor whose values the loss was given) is
     /// [`gradient`](Self::gradient).
     pub fn attach<B: Backend>(&self, log_probs: Tensor<B, 1>) -> Tensor<B, 1> {
-        let device = log_probs.device();
-        let gradient = TensorData::new(self.gradient.clone(), [self.gradient.len()]);
-        let linear = (log_probs * Tensor::from_data(gradient, &device)).sum();
+        let linear = along(log_probs, &self.gradient);
         linear.clone() - linear.detach() + self.loss
     }
+}
+
+/// A tensor `[1]` whose gradient by `log_probs` is `gradient`; its value means nothing.
+pub(super) fn along<B: Backend>(log_probs: Tensor<B, 1>, gradient: &[f32]) -> Tensor<B, 1> {
+    let gradient = TensorData::new(gradient.to_vec(), [gradient.len()]);
+    let gradient = Tensor::from_data(gradient, &log_probs.device());
+    (log_probs * gradient).sum()
 }
 
 /// A value and its derivative by the log ratio or log-prob that it depends on.
@@ -381,9 +386,7 @@ impl LossConfig {
                     ratio_slope += beta * kl.value * ratio.slope;
                 }
                 output.per_token_kl[t] = (kl.value * factor) as f32;
-                output
-                    .stats
-                    .add_kl(kl.value * factor, token_scale * beta * kl.value * factor);
+                output.stats.add_kl(kl.value * factor, token_scale * kl.value * factor);
             }
             if by_sequence {
                 sequence_slope += token_scale * ratio_slope;

@@ -104,14 +104,13 @@ impl LossStats {
         }
     }
 
-    /// Adds the KL of a token and its share of the loss.
+    /// Adds the KL of a token and its share of the KL term.
     pub(crate) fn add_kl(&mut self, kl: f64, kl_loss: f64) {
         self.kl += kl;
         self.kl_loss += kl_loss;
     }
 
     /// Adds completions that were not computed because they carry no gradient: none of their tokens is clipped.
-    #[expect(dead_code, reason = "the learner, which comes next, calls it")]
     pub(crate) fn add_without_gradient(&mut self, units: usize) {
         self.units += units;
         if units > 0 {
@@ -181,7 +180,7 @@ impl LossStats {
         self.kl / self.tokens.max(1) as f64
     }
 
-    /// The KL term's part of the loss (verl `actor/kl_loss`, times β).
+    /// The KL term before β, aggregated like the loss (verl `actor/kl_loss`).
     pub fn kl_loss(&self) -> f64 {
         self.kl_loss
     }
