@@ -20,8 +20,8 @@ fn values(n: usize, seed: u64) -> Vec<f32> {
 /// A name and what is timed under it.
 type Body<'a> = (&'a str, Box<dyn FnMut() + 'a>);
 
-/// Median microseconds of each closure; one call of each a round.
-fn medians(rounds: usize, bodies: &mut [Body]) -> Vec<f64> {
+/// Median and best microseconds of each closure; one call of each a round.
+fn measure(rounds: usize, bodies: &mut [Body]) -> Vec<(f64, f64)> {
     let mut times = vec![Vec::with_capacity(rounds); bodies.len()];
     for _ in 0..rounds {
         for (times, (_, body)) in times.iter_mut().zip(bodies.iter_mut()) {
@@ -33,7 +33,7 @@ fn medians(rounds: usize, bodies: &mut [Body]) -> Vec<f64> {
     for times in &mut times {
         times.sort_by(f64::total_cmp);
     }
-    times.into_iter().map(|times| times[rounds / 2]).collect()
+    times.into_iter().map(|times| (times[rounds / 2], times[0])).collect()
 }
 
 /// `out = x · w`, `x` `[m, k]`, `w` `[k, n]`, threads as in burn-flex.
@@ -146,10 +146,15 @@ fn conversions(k: usize, rows: usize) {
 }
 
 fn print_row(shape: &str, bodies: &mut [Body]) {
-    let medians = medians(301, bodies);
-    println!("{shape}");
-    for ((name, _), time) in bodies.iter().zip(&medians) {
-        println!("  {name:18} {time:9.1} us  {:5.2}", medians[0] / time);
+    let times = measure(301, bodies);
+    println!("{shape:30} median us  ratio    best us  ratio");
+    for ((name, _), (median, best)) in bodies.iter().zip(&times) {
+        let (dense_median, dense_best) = times[0];
+        println!(
+            "  {name:28} {median:9.1} {:6.2}  {best:9.1} {:6.2}",
+            dense_median / median,
+            dense_best / best
+        );
     }
 }
 

@@ -1,7 +1,7 @@
 //! Quantization of activations: to values, and to codes that can be looked at.
 use super::rows;
 use crate::nvfp4::{self, Operand};
-use crate::residual::{select_units, unit_energy};
+use crate::residual::unit_energy;
 use crate::{Activation, BLOCK, Compensation, Error, Granularity, Pass, QuantizedRows, ResidualMask, ResidualPass};
 use crate::{amax, e4m3};
 
@@ -109,13 +109,15 @@ pub fn accumulate_residual_energy(
     granularity: Granularity,
     energy: &mut [f32],
 ) -> Result<(), Error> {
-    Error::check_length("residual energy", &[k.div_ceil(granularity.channels())], energy.len())?;
+    Error::check_length("residual energy", &[granularity.units(k)], energy.len())?;
     let mut values = vec![0.0; x.len()];
     fake_quantize_activations(x, tokens, k, &Activation::Nvfp4, &mut values)?;
     if k > 0 {
+        let mut row_energy = vec![0.0; energy.len()];
         for (x, values) in x.chunks_exact(k).zip(values.chunks_exact_mut(k)) {
             values.iter_mut().zip(x).for_each(|(value, x)| *value = x - *value);
-            for (total, row) in energy.iter_mut().zip(unit_energy(values, granularity)) {
+            unit_energy(values, granularity, &mut row_energy);
+            for (total, row) in energy.iter_mut().zip(&row_energy) {
                 *total += row;
             }
         }
@@ -141,8 +143,9 @@ fn row_mask(compensation: &Compensation, residual: &[f32]) -> ResidualMask {
         Compensation::All => ResidualMask::from_channels(&vec![true; residual.len()]),
         Compensation::Mask(mask) => mask.clone(),
         Compensation::PerToken { granularity, fraction } => {
-            let selected = select_units(&unit_energy(residual, *granularity), *fraction);
-            ResidualMask::from_units(&selected, residual.len(), *granularity)
+            let mut energy = vec![0.0; granularity.units(residual.len())];
+            unit_energy(residual, *granularity, &mut energy);
+            ResidualMask::from_energy(&energy, residual.len(), *granularity, *fraction)
         }
     }
 }

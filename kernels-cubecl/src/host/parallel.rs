@@ -2,8 +2,8 @@
 use super::dispatch::{Kernel, dispatch};
 use rayon::prelude::*;
 
-/// Multiply-adds below which waking a second thread costs more than it saves (some ten microseconds).
-const WORTH_A_THREAD: usize = 400_000;
+/// Multiply-adds below which waking a second thread costs more than it saves (some twenty microseconds).
+const WORTH_A_THREAD: usize = 1 << 20;
 
 /// Into how many pieces work of so many multiply-adds is split.
 pub(super) fn pieces(multiply_adds: usize) -> usize {

@@ -37,10 +37,13 @@ pub(super) fn to_e2m1_code(y: f32) -> u32 {
     spacings + 2 * ((magic >> 23) - (127 + MAGIC as u32 - 1))
 }
 
-/// Value of an E2M1 magnitude code, doubled: nibble `code` of a constant. A table would not become vector code.
+/// Value of the low four bits. Codes are twice their values' integers in a nibble of a constant: a table in memory would
+/// take a gather.
 #[inline(always)]
-pub(super) fn twice_e2m1(magnitude: u32) -> f32 {
-    (0xc864_3210u32 >> (4 * magnitude) & 0xf) as i32 as f32
+pub(super) fn from_e2m1(code: u32) -> f32 {
+    let twice = 0xc864_3210u32 >> (4 * (code & 7)) & 0xf;
+    let magnitude = 0.5 * twice as i32 as f32;
+    f32::from_bits(magnitude.to_bits() | (code & 8) << 28)
 }
 
 /// Smallest normal number of E4M3; below it the spacing is 2^-9.
@@ -64,6 +67,17 @@ pub(super) fn e4m3_byte(value: f32) -> u32 {
     let normal = (value.to_bits() >> 20).wrapping_sub((127 - 7) << 3);
     let subnormal = (value + E4M3_MAGIC).to_bits() & 0xf;
     if value < E4M3_NORMAL { subnormal } else { normal }
+}
+
+/// Value of a byte.
+#[inline(always)]
+pub(super) fn from_e4m3(byte: u32) -> f32 {
+    let magnitude = byte & 0x7f;
+    let normal = f32::from_bits((magnitude << 20) + ((127 - 7) << 23));
+    let subnormal = magnitude as i32 as f32 * 2f32.powi(-9);
+    let value = if magnitude < 8 { subnormal } else { normal };
+    let value = if magnitude == 0x7f { f32::NAN } else { value };
+    f32::from_bits(value.to_bits() | (byte & 0x80) << 24)
 }
 
 /// `magnitude` with the sign of `of`.
@@ -105,7 +119,12 @@ mod tests {
             let code = e2m1::encode(y);
             assert_eq!(to_e2m1_code(y), u32::from(code), "{y}");
             assert_eq!(to_e2m1(y), e2m1::decode(code), "{y}");
-            assert_eq!(twice_e2m1(u32::from(code)), 2.0 * e2m1::decode(code));
+        }
+        for code in 0..16 {
+            assert_eq!(
+                from_e2m1(u32::from(code) | 0x30).to_bits(),
+                e2m1::decode(code).to_bits()
+            );
         }
     }
 
@@ -115,6 +134,13 @@ mod tests {
             let byte = e4m3::encode(y);
             assert_eq!(to_e4m3(y), e4m3::decode(byte), "{y}");
             assert_eq!(e4m3_byte(to_e4m3(y)), u32::from(byte), "{y}");
+        }
+        for byte in 0..=255u8 {
+            let (ours, format) = (from_e4m3(u32::from(byte)), e4m3::decode(byte));
+            assert!(
+                ours.to_bits() == format.to_bits() || ours.is_nan() && format.is_nan(),
+                "{byte:02x}"
+            );
         }
     }
 }

@@ -6,22 +6,10 @@
 //! quantization alone.
 use super::dispatch::Kernel;
 use super::parallel;
-use super::rounding::{INFINITE, amax_bits, e4m3_byte, to_e2m1, to_e4m3, with_sign};
+use super::rounding::{INFINITE, amax_bits, at_most, to_e2m1, to_e4m3, with_sign};
 use super::weights::fp8_scale;
-use crate::residual::{select_units, unit_energy};
-use crate::{Activation, BLOCK, Compensation, Granularity, e4m3, nvfp4};
-
-/// Value and reciprocal of each block scale; byte 0 has FLT_MAX for a reciprocal.
-const SCALES: [(f32, f32); 128] = {
-    let mut scales = [(0.0, f32::MAX); 128];
-    let mut byte = 1;
-    while byte < 127 {
-        let value = e4m3::VALUES[byte];
-        scales[byte] = (value, 1.0 / value);
-        byte += 1;
-    }
-    scales
-};
+use crate::residual::{rank, select_units, unit_count, unit_energy};
+use crate::{Activation, BLOCK, Compensation, Granularity, nvfp4};
 
 /// Quantizes every row of `x` (`[tokens, k]`) into `values` (`[tokens, k]`) and `units` (`[tokens]`). A row that is not
 /// finite gets zeros in a unit of NaN. `activation` has been checked against `k` and is not `Full`.
@@ -54,9 +42,10 @@ enum RowFormat {
     Fp8,
     Nvfp4,
     All,
-    /// One word a channel, all ones where the residual is kept.
-    Mask(Vec<u32>),
-    PerToken(Granularity, f32),
+    /// One word a channel, in blocks, all ones where the residual is kept.
+    Mask(Vec<[u32; BLOCK]>),
+    /// So many units of each row.
+    PerToken(Granularity, usize),
 }
 
 impl RowFormat {
@@ -66,18 +55,19 @@ impl RowFormat {
             Activation::Nvfp4 => Self::Nvfp4,
             Activation::Compensated(Compensation::All) => Self::All,
             Activation::Compensated(Compensation::Mask(mask)) => {
-                Self::Mask((0..k).map(|c| channel_word(mask.contains(c))).collect())
+                let word = |c| if mask.contains(c) { u32::MAX } else { 0 };
+                Self::Mask(
+                    (0..k / BLOCK)
+                        .map(|b| std::array::from_fn(|i| word(b * BLOCK + i)))
+                        .collect(),
+                )
             }
             Activation::Compensated(Compensation::PerToken { granularity, fraction }) => {
-                Self::PerToken(*granularity, *fraction)
+                Self::PerToken(*granularity, unit_count(granularity.units(k), *fraction))
             }
             Activation::Fp8 => Self::Fp8,
         }
     }
-}
-
-fn channel_word(selected: bool) -> u32 {
-    if selected { u32::MAX } else { 0 }
 }
 
 struct QuantizeRows<'a> {
@@ -94,80 +84,189 @@ impl Kernel for QuantizeRows<'_> {
     #[inline(always)]
     fn run<const TOKENS: usize, const LANES: usize, const FUSED: bool>(self) {
         let rows = self.x.chunks_exact(self.k).zip(self.values.chunks_exact_mut(self.k));
+        let mut row = Nvfp4Row::new(self.k);
         for ((x, values), unit) in rows.zip(self.units) {
-            let amax = amax_bits(x);
-            if amax >= INFINITE {
+            *unit = match self.format {
+                RowFormat::Fp8 => fp8(x, values),
+                RowFormat::Nvfp4 => row.first_pass::<false>(x, values),
+                RowFormat::All => {
+                    let unit = row.first_pass::<true>(x, values);
+                    row.second_pass(values);
+                    unit
+                }
+                RowFormat::Mask(mask) => {
+                    let unit = row.first_pass::<true>(x, values);
+                    row.mask_residual(mask);
+                    row.second_pass(values);
+                    unit
+                }
+                RowFormat::PerToken(granularity, count) => {
+                    let unit = row.first_pass::<true>(x, values);
+                    row.select_residual(*granularity, *count);
+                    row.second_pass(values);
+                    unit
+                }
+            };
+            if unit.is_nan() {
                 values.fill(0.0);
-                *unit = f32::NAN;
-                continue;
-            }
-            let amax = f32::from_bits(amax);
-            if let RowFormat::Fp8 = self.format {
-                *unit = fp8_scale(amax);
-                for (value, x) in values.iter_mut().zip(x) {
-                    let y = x / *unit;
-                    *value = with_sign(to_e4m3(y.abs()), y);
-                }
-                continue;
-            }
-            let scale = nvfp4::row_encode_scale(amax);
-            *unit = 1.0 / scale;
-            match self.format {
-                RowFormat::All => two_passes(x, scale, |r, _| r, values),
-                RowFormat::Mask(mask) => two_passes(x, scale, masked(mask), values),
-                RowFormat::PerToken(granularity, fraction) => {
-                    first_pass(x, scale, values);
-                    // `values` are exact in units of a power of two, and so is the residual's definition, x - x̂.
-                    let residual: Vec<f32> = x.iter().zip(&*values).map(|(x, value)| x - value * *unit).collect();
-                    let selected = select_units(&unit_energy(&residual, *granularity), *fraction);
-                    let channels = granularity.channels();
-                    let mask: Vec<u32> = (0..self.k).map(|c| channel_word(selected[c / channels])).collect();
-                    two_passes(x, scale, masked(&mask), values);
-                }
-                _ => first_pass(x, scale, values),
             }
         }
     }
 }
 
+/// Quantizes a row to E4M3; returns its unit.
 #[inline(always)]
-fn masked(mask: &[u32]) -> impl Fn(f32, usize) -> f32 + '_ {
-    |r, c| f32::from_bits(r.to_bits() & mask[c])
+fn fp8(x: &[f32], values: &mut [f32]) -> f32 {
+    let amax = amax_bits(x);
+    if amax >= INFINITE {
+        return f32::NAN;
+    }
+    let unit = fp8_scale(f32::from_bits(amax));
+    for (value, x) in values.iter_mut().zip(x) {
+        let y = x / unit;
+        *value = with_sign(to_e4m3(y.abs()), y);
+    }
+    unit
 }
 
-/// A block's E2M1 values, signed, and its scale.
-#[inline(always)]
-fn encode_block(x: &[f32; BLOCK], scale: f32) -> ([f32; BLOCK], f32) {
-    let amax = f32::from_bits(amax_bits(x));
-    let byte = e4m3_byte(to_e4m3(amax * (scale * nvfp4::SIXTH)));
-    let (block_scale, reciprocal) = SCALES[byte as usize & 0x7f];
-    let inverse = (reciprocal * scale).min(f32::MAX);
-    (x.map(|x| with_sign(to_e2m1((x * inverse).abs()), x)), block_scale)
+/// A row on its way to NVFP4.
+struct Nvfp4Row {
+    /// The row's encode scale.
+    scale: f32,
+    /// Bits of each block's amax.
+    amax: Vec<u32>,
+    /// Each block's scale.
+    scales: Vec<f32>,
+    /// What each block's values are multiplied with before they are rounded.
+    inverses: Vec<f32>,
+    /// x - x̂ after the first pass.
+    residual: Vec<[f32; BLOCK]>,
+    /// Energy of each unit of a selection, its rank, and whether it is selected.
+    energy: Vec<f32>,
+    ranks: Vec<u32>,
+    selected: Vec<bool>,
 }
 
-#[inline(always)]
-fn first_pass(x: &[f32], scale: f32, values: &mut [f32]) {
-    for (x, values) in x.as_chunks().0.iter().zip(values.as_chunks_mut::<BLOCK>().0) {
-        let (codes, block_scale) = encode_block(x, scale);
-        *values = codes.map(|code| code * block_scale);
+// Loops over arrays here, not `map` or `from_fn`: those are functions, and when the compiler does not inline one it is
+// compiled for the oldest processor.
+impl Nvfp4Row {
+    fn new(k: usize) -> Self {
+        let blocks = k / BLOCK;
+        Self {
+            scale: 1.0,
+            amax: vec![0; blocks.next_multiple_of(BLOCK)],
+            scales: vec![0.0; blocks.next_multiple_of(BLOCK)],
+            inverses: vec![0.0; blocks.next_multiple_of(BLOCK)],
+            residual: vec![[0.0; BLOCK]; blocks],
+            energy: Vec::new(),
+            ranks: Vec::new(),
+            selected: Vec::new(),
+        }
+    }
+
+    /// Quantizes the row, and returns its unit; sets `residual` when asked to.
+    #[inline(always)]
+    fn first_pass<const RESIDUAL: bool>(&mut self, x: &[f32], values: &mut [f32]) -> f32 {
+        let (x, values) = (x.as_chunks::<BLOCK>().0, values.as_chunks_mut::<BLOCK>().0);
+        let Some(amax) = block_amax(x, &mut self.amax) else {
+            return f32::NAN;
+        };
+        self.scale = nvfp4::row_encode_scale(f32::from_bits(amax));
+        let unit = 1.0 / self.scale;
+        self.set_scales();
+        let scales = self.inverses.iter().zip(&self.scales);
+        for (((x, values), residual), (inverse, scale)) in x.iter().zip(values).zip(&mut self.residual).zip(scales) {
+            for i in 0..BLOCK {
+                values[i] = to_signed_e2m1(x[i], *inverse) * scale;
+                if RESIDUAL {
+                    // Scaling by a power of two is exact: this is x - x̂.
+                    residual[i] = x[i] - values[i] * unit;
+                }
+            }
+        }
+        unit
+    }
+
+    /// Sets the residuals to zero that the second pass does not see.
+    #[inline(always)]
+    fn mask_residual(&mut self, mask: &[[u32; BLOCK]]) {
+        for (residual, mask) in self.residual.iter_mut().zip(mask) {
+            for i in 0..BLOCK {
+                residual[i] = f32::from_bits(residual[i].to_bits() & mask[i]);
+            }
+        }
+    }
+
+    /// As `mask_residual`, with the `count` units of most energy selected.
+    #[inline(always)]
+    fn select_residual(&mut self, granularity: Granularity, count: usize) {
+        let k = self.residual.len() * BLOCK;
+        self.energy.resize(granularity.units(k), 0.0);
+        self.ranks.resize(granularity.units(k), 0);
+        self.selected.resize(granularity.units(k), false);
+        unit_energy(self.residual.as_flattened(), granularity, &mut self.energy);
+        for (ranks, energy) in self.ranks.iter_mut().zip(&self.energy) {
+            *ranks = rank(*energy);
+        }
+        select_units(&self.ranks, count, &mut self.selected);
+        let units = self.residual.as_flattened_mut().chunks_mut(granularity.channels());
+        for (residual, selected) in units.zip(&self.selected) {
+            let mask = if *selected { u32::MAX } else { 0 };
+            for r in residual {
+                *r = f32::from_bits(r.to_bits() & mask);
+            }
+        }
+    }
+
+    /// Adds the values of the residual.
+    #[inline(always)]
+    fn second_pass(&mut self, values: &mut [f32]) {
+        if block_amax(&self.residual, &mut self.amax).is_none() {
+            return;
+        }
+        self.set_scales();
+        let values = values.as_chunks_mut::<BLOCK>().0;
+        let scales = self.inverses.iter().zip(&self.scales);
+        for ((values, residual), (inverse, scale)) in values.iter_mut().zip(&self.residual).zip(scales) {
+            for i in 0..BLOCK {
+                values[i] += to_signed_e2m1(residual[i], *inverse) * scale;
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn set_scales(&mut self) {
+        // In whole vectors.
+        let amax = self.amax.as_chunks::<BLOCK>().0;
+        let scales = self.scales.as_chunks_mut::<BLOCK>().0;
+        let inverses = self.inverses.as_chunks_mut::<BLOCK>().0;
+        for ((amax, scales), inverses) in amax.iter().zip(scales).zip(inverses) {
+            for b in 0..BLOCK {
+                scales[b] = to_e4m3(f32::from_bits(amax[b]) * (self.scale * nvfp4::SIXTH));
+                // 1/0 counts as FLT_MAX before the row's scale enters.
+                inverses[b] = at_most(at_most(1.0 / scales[b], f32::MAX) * self.scale, f32::MAX);
+            }
+        }
     }
 }
 
-/// `keep(residual, channel)` is the residual that the second pass sees.
+/// Bits of each block's amax, and of the largest; none when a value is not finite.
 #[inline(always)]
-fn two_passes(x: &[f32], scale: f32, keep: impl Fn(f32, usize) -> f32, values: &mut [f32]) {
-    let unit = 1.0 / scale;
-    for (b, (x, values)) in x
-        .as_chunks()
-        .0
-        .iter()
-        .zip(values.as_chunks_mut::<BLOCK>().0)
-        .enumerate()
-    {
-        let (first, first_scale) = encode_block(x, scale);
-        let step = first_scale * unit;
-        let residual: [f32; BLOCK] = std::array::from_fn(|i| keep(x[i] - first[i] * step, b * BLOCK + i));
-        let (second, second_scale) = encode_block(&residual, scale);
-        *values = std::array::from_fn(|i| first[i] * first_scale + second[i] * second_scale);
+fn block_amax(x: &[[f32; BLOCK]], amax: &mut [u32]) -> Option<u32> {
+    let mut largest = 0;
+    for (x, amax) in x.iter().zip(amax) {
+        *amax = amax_bits(x);
+        largest = largest.max(*amax);
+        // Within the loop: this keeps the compiler from working on many blocks at a time, which would take a gather for
+        // every value.
+        if largest >= INFINITE {
+            return None;
+        }
     }
+    Some(largest)
+}
+
+#[inline(always)]
+fn to_signed_e2m1(x: f32, inverse: f32) -> f32 {
+    with_sign(to_e2m1((x * inverse).abs()), x)
 }

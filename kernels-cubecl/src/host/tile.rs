@@ -2,8 +2,8 @@
 //!
 //! A tile is `[k, LANES]`; lanes past the last row hold zeros. Tiles are all that is ever decoded of a packed weight
 //! during a product.
-use super::rounding::{at_most, to_e2m1, to_e2m1_code, to_e4m3, twice_e2m1, with_sign};
-use crate::{BLOCK, Fp8View, Nvfp4View, WeightLayout, WeightView, e4m3, nvfp4};
+use super::rounding::{at_most, from_e2m1, from_e4m3, to_e2m1, to_e2m1_code, to_e4m3, with_sign};
+use crate::{BLOCK, Fp8View, Nvfp4View, WeightLayout, WeightView, nvfp4};
 
 /// What a decoded weight is multiplied with already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,6 +13,12 @@ pub(super) enum Decoded {
     /// Its block scales alone; outer and channel scales join after the sum.
     Units,
 }
+
+/// Columns of a tile that are decoded together: their codes fit a local array, where no index needs a check.
+pub(super) const STRIP: usize = BLOCKS * BLOCK;
+
+/// Blocks of a strip.
+const BLOCKS: usize = 4;
 
 /// Decodes columns `first..first + tile.len()` of rows `row..row + LANES`. `first` and the length are multiples of 16
 /// for an NVFP4 weight.
@@ -24,9 +30,12 @@ pub(super) fn decode<const LANES: usize>(
     first: usize,
     tile: &mut [[f32; LANES]],
 ) {
-    match w {
-        WeightView::Nvfp4(w) => decode_nvfp4(w, decoded, row, first, tile),
-        WeightView::Fp8(w) => decode_fp8(w, decoded, row, first, tile),
+    for (strip, tile) in tile.chunks_mut(STRIP).enumerate() {
+        let first = first + strip * STRIP;
+        match w {
+            WeightView::Nvfp4(w) => decode_nvfp4(w, decoded, row, first, tile),
+            WeightView::Fp8(w) => decode_fp8(w, decoded, row, first, tile),
+        }
     }
 }
 
@@ -36,32 +45,44 @@ fn decode_nvfp4<const LANES: usize>(
     decoded: Decoded,
     row: usize,
     first: usize,
-    tile: &mut [[f32; LANES]],
+    strip: &mut [[f32; LANES]],
 ) {
-    let lanes = LANES.min(w.rows - row);
-    for (b, block) in tile.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
-        let column = first + b * BLOCK;
+    // Eight codes a word, in each lane; block scales beside them.
+    let mut words = [[[0u32; LANES]; 2]; BLOCKS];
+    let mut scales = [[0u32; LANES]; BLOCKS];
+    for lane in 0..LANES.min(w.rows - row) {
+        let at = (row + lane) * w.k + first;
+        let codes = w.codes[at / 2..][..strip.len() / 2].as_chunks::<8>().0;
+        for (words, codes) in words.iter_mut().zip(codes) {
+            let codes = u64::from_le_bytes(*codes);
+            (words[0][lane], words[1][lane]) = (codes as u32, (codes >> 32) as u32);
+        }
+        for (scales, byte) in scales
+            .iter_mut()
+            .zip(&w.block_scales[at / BLOCK..][..strip.len() / BLOCK])
+        {
+            scales[lane] = u32::from(byte & 0x7f);
+        }
+    }
+    for (block, (words, scales)) in strip
+        .as_chunks_mut::<BLOCK>()
+        .0
+        .iter_mut()
+        .zip(words.iter().zip(&scales))
+    {
         let mut steps = [0.0; LANES];
-        for (lane, step) in steps.iter_mut().enumerate().take(lanes) {
-            *step = e4m3::VALUES[usize::from(w.block_scales[(row + lane) * (w.k / BLOCK) + column / BLOCK] & 0x7f)];
+        for lane in 0..LANES {
+            steps[lane] = from_e4m3(scales[lane]);
         }
         if decoded == Decoded::Values {
-            steps = steps.map(|block_scale| w.outer_scale.step(block_scale));
-        }
-        for (half, lines) in block.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            // Eight codes of each row in a word.
-            let mut words = [0; LANES];
-            for (lane, word) in words.iter_mut().enumerate().take(lanes) {
-                let at = ((row + lane) * w.k + column) / 2 + 4 * half;
-                *word = w.codes[at..]
-                    .first_chunk()
-                    .map_or(0, |bytes| u32::from_le_bytes(*bytes));
+            for step in &mut steps {
+                *step = w.outer_scale.step(*step);
             }
+        }
+        for (lines, words) in block.as_chunks_mut::<8>().0.iter_mut().zip(words) {
             for (i, line) in lines.iter_mut().enumerate() {
                 for lane in 0..LANES {
-                    let code = words[lane] >> (4 * i);
-                    let value = 0.5 * twice_e2m1(code & 7) * steps[lane];
-                    line[lane] = f32::from_bits(value.to_bits() ^ (code & 8) << 28);
+                    line[lane] = from_e2m1(words[lane] >> (4 * i)) * steps[lane];
                 }
             }
         }
@@ -69,23 +90,31 @@ fn decode_nvfp4<const LANES: usize>(
 }
 
 #[inline(always)]
-fn decode_fp8<const LANES: usize>(w: Fp8View, decoded: Decoded, row: usize, first: usize, tile: &mut [[f32; LANES]]) {
+fn decode_fp8<const LANES: usize>(w: Fp8View, decoded: Decoded, row: usize, first: usize, strip: &mut [[f32; LANES]]) {
+    let mut codes = [[0u8; LANES]; STRIP];
+    let mut scales = [1.0; LANES];
     for lane in 0..LANES.min(w.rows - row) {
-        let scale = match decoded {
-            Decoded::Values => w.channel_scales[row + lane],
-            Decoded::Units => 1.0,
-        };
-        let codes = &w.codes[(row + lane) * w.k + first..][..tile.len()];
-        for (line, code) in tile.iter_mut().zip(codes) {
-            line[lane] = e4m3::VALUES[usize::from(*code)] * scale;
+        for (codes, code) in codes
+            .iter_mut()
+            .zip(&w.codes[(row + lane) * w.k + first..][..strip.len()])
+        {
+            codes[lane] = *code;
+        }
+        if decoded == Decoded::Values {
+            scales[lane] = w.channel_scales[row + lane];
         }
     }
-    for line in tile {
-        line[LANES.min(w.rows - row)..].fill(0.0);
+    for (line, codes) in strip.iter_mut().zip(&codes) {
+        for lane in 0..LANES {
+            line[lane] = from_e4m3(u32::from(codes[lane])) * scales[lane];
+        }
     }
 }
 
 /// An f32 matrix `rows × k` in either layout, or a contiguous part of it, read and written by tiles.
+///
+/// Whole lines are copied as arrays: a copy of unknown length is a function call.
+#[derive(Clone, Copy)]
 pub(super) struct Matrix<T> {
     pub values: T,
     pub rows: usize,
@@ -103,7 +132,11 @@ impl Matrix<&[f32]> {
         match self.layout {
             WeightLayout::Transposed => {
                 for (i, line) in tile.iter_mut().enumerate() {
-                    line[..lanes].copy_from_slice(&self.values[(first + i) * self.rows + row - self.offset..][..lanes]);
+                    let values = &self.values[(first + i) * self.rows + row - self.offset..];
+                    match values.first_chunk() {
+                        Some(values) if lanes == LANES => *line = *values,
+                        _ => line[..lanes].copy_from_slice(&values[..lanes]),
+                    }
                 }
             }
             WeightLayout::RowMajor => {
@@ -126,7 +159,11 @@ impl Matrix<&mut [f32]> {
         match self.layout {
             WeightLayout::Transposed => {
                 for (i, line) in tile.iter().enumerate() {
-                    self.values[(first + i) * self.rows + row - self.offset..][..lanes].copy_from_slice(&line[..lanes]);
+                    let values = &mut self.values[(first + i) * self.rows + row - self.offset..];
+                    match values.first_chunk_mut() {
+                        Some(values) if lanes == LANES => *values = *line,
+                        _ => values[..lanes].copy_from_slice(&line[..lanes]),
+                    }
                 }
             }
             WeightLayout::RowMajor => {
@@ -141,21 +178,40 @@ impl Matrix<&mut [f32]> {
     }
 }
 
-/// One block in each lane: its scales, and the inverses to encode with.
+/// Block scales of a strip, and the inverses to encode with: one of each a block and lane.
 #[inline(always)]
 pub(super) fn block_scales<const LANES: usize>(
-    block: &[[f32; LANES]; BLOCK],
+    strip: &[[f32; LANES]],
     encode_scale: f32,
-) -> ([f32; LANES], [f32; LANES]) {
-    let mut amax = [0; LANES];
-    for line in block {
+) -> [BlockScales<LANES>; BLOCKS] {
+    // One loop over all lines. In a loop over one block, whose length is known, the compiler would reduce lane by lane.
+    let mut amax = [[0; LANES]; BLOCKS];
+    for (i, line) in strip.iter().enumerate() {
+        let amax = &mut amax[i / BLOCK % BLOCKS];
         for lane in 0..LANES {
             amax[lane] = amax[lane].max(line[lane].to_bits() & 0x7fff_ffff);
         }
     }
-    let scales = amax.map(|amax| to_e4m3(f32::from_bits(amax) * (encode_scale * nvfp4::SIXTH)));
-    let outer = 1.0 / encode_scale;
-    (scales, scales.map(|scale| at_most(1.0 / (scale * outer), f32::MAX)))
+    let mut blocks = [BlockScales {
+        scales: [0.0; LANES],
+        inverses: [0.0; LANES],
+    }; BLOCKS];
+    for (block, amax) in blocks.iter_mut().zip(&amax) {
+        for lane in 0..LANES {
+            let scale = to_e4m3(f32::from_bits(amax[lane]) * (encode_scale * nvfp4::SIXTH));
+            block.scales[lane] = scale;
+            block.inverses[lane] = at_most(1.0 / (scale * (1.0 / encode_scale)), f32::MAX);
+        }
+    }
+    blocks
+}
+
+/// The scales of one block in each lane.
+#[derive(Clone, Copy)]
+pub(super) struct BlockScales<const LANES: usize> {
+    pub scales: [f32; LANES],
+    /// What values are multiplied with before they are rounded.
+    pub inverses: [f32; LANES],
 }
 
 /// Codes of one block in each lane, eight a word.
@@ -173,15 +229,20 @@ pub(super) fn encode<const LANES: usize>(block: &[[f32; LANES]; BLOCK], inverses
     words
 }
 
-/// Rounds one block in each lane to what it decodes to once packed.
+/// Rounds a strip to what it decodes to once packed.
 #[inline(always)]
-pub(super) fn round<const LANES: usize>(block: &mut [[f32; LANES]; BLOCK], encode_scale: f32) {
-    let (scales, inverses) = block_scales(block, encode_scale);
-    let steps = scales.map(|scale| scale * (1.0 / encode_scale));
-    for line in block {
-        for lane in 0..LANES {
-            let y = line[lane] * inverses[lane];
-            line[lane] = with_sign(to_e2m1(y.abs()) * steps[lane], line[lane]);
+pub(super) fn round<const LANES: usize>(strip: &mut [[f32; LANES]], encode_scale: f32) {
+    let blocks = block_scales(strip, encode_scale);
+    for (block, scales) in strip.as_chunks_mut::<BLOCK>().0.iter_mut().zip(&blocks) {
+        let mut steps = scales.scales;
+        for step in &mut steps {
+            *step *= 1.0 / encode_scale;
+        }
+        for line in block {
+            for lane in 0..LANES {
+                let y = line[lane] * scales.inverses[lane];
+                line[lane] = with_sign(to_e2m1(y.abs()) * steps[lane], line[lane]);
+            }
         }
     }
 }

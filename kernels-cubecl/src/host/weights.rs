@@ -2,7 +2,7 @@
 use super::dispatch::{Kernel, dispatch};
 use super::parallel;
 use super::rounding::{INFINITE, amax_bits, e4m3_byte, to_e4m3};
-use super::tile::{self, Decoded, Matrix};
+use super::tile::{self, Decoded, Matrix, STRIP};
 use crate::{BLOCK, Error, Fp8Weight, Nvfp4Weight, OuterScale, WeightLayout, WeightView, e4m3, encode_scale};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -75,6 +75,13 @@ pub fn fake_quantize_weight(
 ) -> Result<(), Error> {
     let scale = checked_encode_scale(w, rows, k, layout, amax)?;
     Error::check_length("fake-quantized weight", &[rows, k], out.len())?;
+    let w = Matrix {
+        values: w,
+        rows,
+        k,
+        layout,
+        offset: 0,
+    };
     write_tiles(Source::Rounded(w, scale), rows, k, layout, out);
     Ok(())
 }
@@ -209,17 +216,25 @@ impl Kernel for QuantizeRows<'_> {
             .chunks_mut(LANES * k / 2)
             .zip(self.block_scales.chunks_mut(LANES * k / BLOCK));
         for (panel, (codes, block_scales)) in panels.enumerate() {
-            let mut block = [[0.0; LANES]; BLOCK];
-            for b in 0..k / BLOCK {
-                self.w.load(self.row + panel * LANES, b * BLOCK, &mut block);
-                let (scales, inverses) = tile::block_scales(&block, self.encode_scale);
-                let words = tile::encode(&block, &inverses);
-                let lanes = block_scales.len() / (k / BLOCK);
-                for lane in 0..lanes {
-                    block_scales[lane * (k / BLOCK) + b] = e4m3_byte(scales[lane]) as u8;
-                    let codes = &mut codes[lane * k / 2 + b * BLOCK / 2..][..BLOCK / 2];
-                    codes[..4].copy_from_slice(&words[0][lane].to_le_bytes());
-                    codes[4..].copy_from_slice(&words[1][lane].to_le_bytes());
+            let lanes = block_scales.len() / (k / BLOCK);
+            let mut strip = [[0.0; LANES]; STRIP];
+            for first in (0..k).step_by(STRIP) {
+                let strip = &mut strip[..STRIP.min(k - first)];
+                self.w.load(self.row + panel * LANES, first, strip);
+                let scales = tile::block_scales(strip, self.encode_scale);
+                for (b, (block, scales)) in strip.as_chunks().0.iter().zip(&scales).enumerate() {
+                    let words = tile::encode(block, &scales.inverses);
+                    let mut bytes = [0; LANES];
+                    for lane in 0..LANES {
+                        bytes[lane] = e4m3_byte(scales.scales[lane]) as u8;
+                    }
+                    let at = first / BLOCK + b;
+                    for lane in 0..lanes {
+                        block_scales[lane * (k / BLOCK) + at] = bytes[lane];
+                        let codes = &mut codes[(lane * (k / BLOCK) + at) * BLOCK / 2..][..BLOCK / 2];
+                        codes[..4].copy_from_slice(&words[0][lane].to_le_bytes());
+                        codes[4..].copy_from_slice(&words[1][lane].to_le_bytes());
+                    }
                 }
             }
         }
@@ -252,15 +267,19 @@ impl Kernel for QuantizeRowsFp8<'_> {
                     amax[lane] = amax[lane].max(line[lane].to_bits() & 0x7fff_ffff);
                 }
             }
-            let scales = amax.map(|amax| fp8_scale(f32::from_bits(amax)));
+            let mut scales = [0.0; LANES];
+            for lane in 0..LANES {
+                scales[lane] = fp8_scale(f32::from_bits(amax[lane]));
+            }
             channel_scales.copy_from_slice(&scales[..channel_scales.len()]);
             for (c, line) in tile.iter().enumerate() {
-                let bytes: [u32; LANES] = std::array::from_fn(|lane| {
+                let mut bytes = [0; LANES];
+                for lane in 0..LANES {
                     let y = line[lane] / scales[lane];
-                    e4m3_byte(to_e4m3(y.abs())) | y.to_bits() >> 24 & 0x80
-                });
+                    bytes[lane] = (e4m3_byte(to_e4m3(y.abs())) | y.to_bits() >> 24 & 0x80) as u8;
+                }
                 for lane in 0..channel_scales.len() {
-                    codes[lane * k + c] = bytes[lane] as u8;
+                    codes[lane * k + c] = bytes[lane];
                 }
             }
         }
@@ -272,8 +291,8 @@ impl Kernel for QuantizeRowsFp8<'_> {
 enum Source<'a> {
     /// A packed weight.
     Packed(WeightView<'a>),
-    /// An f32 weight in the layout of the output, and its encode scale.
-    Rounded(&'a [f32], f32),
+    /// An f32 weight, and its encode scale.
+    Rounded(Matrix<&'a [f32]>, f32),
 }
 
 /// Writes the `rows × k` values of `source` into `out`.
@@ -324,26 +343,18 @@ impl Kernel for WriteTiles<'_> {
 
     #[inline(always)]
     fn run<const TOKENS: usize, const LANES: usize, const FUSED: bool>(mut self) {
+        let mut strip = [[0.0; LANES]; STRIP];
         for row in self.row_span.step_by(LANES) {
-            for first in self.column_span.clone().step_by(BLOCK) {
-                // FP8 weights may end in less than a block.
-                let width = BLOCK.min(self.column_span.end - first);
-                let mut block = [[0.0; LANES]; BLOCK];
+            for first in self.column_span.clone().step_by(STRIP) {
+                let strip = &mut strip[..STRIP.min(self.column_span.end - first)];
                 match self.source {
-                    Source::Packed(w) => tile::decode(w, Decoded::Values, row, first, &mut block[..width]),
-                    Source::Rounded(values, encode_scale) => {
-                        let w = Matrix {
-                            values,
-                            rows: self.out.rows,
-                            k: self.out.k,
-                            layout: self.out.layout,
-                            offset: 0,
-                        };
-                        w.load(row, first, &mut block);
-                        tile::round(&mut block, encode_scale);
+                    Source::Packed(w) => tile::decode(w, Decoded::Values, row, first, strip),
+                    Source::Rounded(w, encode_scale) => {
+                        w.load(row, first, strip);
+                        tile::round(strip, encode_scale);
                     }
                 }
-                self.out.store(row, first, &block[..width]);
+                self.out.store(row, first, strip);
             }
         }
     }
