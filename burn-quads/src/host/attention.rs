@@ -1,9 +1,10 @@
 //! Attention over a cache: norm, rotation, cache writes, prefix copies and mixing in one call.
-use super::vector::{Kernel, LANES, dispatch, exp, multiply_add, sum_of_squares};
+use super::vector::{Kernel, LANES, dispatch, exp, larger, multiply_add, reduce, sum_of_squares};
 use crate::modules::attention::{CacheStep, CachedQkv, LayerCache, TokenPlace};
 use burn::tensor::{Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexTensor};
 use rayon::prelude::*;
+use std::array;
 
 /// Keys of one block of scores: caches have whole blocks of key columns.
 pub(crate) const KEY_BLOCK: usize = LANES;
@@ -44,18 +45,37 @@ struct NormRotate<'a> {
 impl NormRotate<'_> {
     #[inline(always)]
     fn apply<const FUSED: bool>(&self, x: &[f32], position: usize, out: &mut [f32]) {
-        let d = x.len();
+        let (d, half) = (x.len(), x.len() / 2);
         let inverse = 1.0 / (sum_of_squares::<FUSED>(x) / d as f32 + self.epsilon).sqrt();
-        let (low, high) = out.split_at_mut(d / 2);
-        let cos = &self.cos[position * d..][..d / 2];
-        let sin = &self.sin[position * d + d / 2..][..d / 2];
-        for i in 0..d / 2 {
-            let a = x[i] * inverse * self.gamma[i];
-            let b = x[i + d / 2] * inverse * self.gamma[i + d / 2];
+        let (low, high) = out.split_at_mut(half);
+        let cos = &self.cos[position * d..][..half];
+        let sin = &self.sin[position * d + half..][..half];
+        let (x_low, x_high) = x.split_at(half);
+        let (gamma_low, gamma_high) = self.gamma.split_at(half);
+        // Loads before stores, eight at a time: the compiler cannot know that the slices lie apart.
+        const WIDTH: usize = 8;
+        let whole = half - half % WIDTH;
+        for i in (0..whole).step_by(WIDTH) {
+            let (a, b) = (load::<WIDTH>(x_low, i), load::<WIDTH>(x_high, i));
+            let (gamma_a, gamma_b) = (load::<WIDTH>(gamma_low, i), load::<WIDTH>(gamma_high, i));
+            let (c, s) = (load::<WIDTH>(cos, i), load::<WIDTH>(sin, i));
+            let a: [f32; WIDTH] = array::from_fn(|lane| a[lane] * inverse * gamma_a[lane]);
+            let b: [f32; WIDTH] = array::from_fn(|lane| b[lane] * inverse * gamma_b[lane]);
+            low[i..i + WIDTH].copy_from_slice(&array::from_fn::<_, WIDTH, _>(|l| a[l] * c[l] - b[l] * s[l]));
+            high[i..i + WIDTH].copy_from_slice(&array::from_fn::<_, WIDTH, _>(|l| b[l] * c[l] + a[l] * s[l]));
+        }
+        for i in whole..half {
+            let a = x_low[i] * inverse * gamma_low[i];
+            let b = x_high[i] * inverse * gamma_high[i];
             low[i] = a * cos[i] - b * sin[i];
             high[i] = b * cos[i] + a * sin[i];
         }
     }
+}
+
+#[inline(always)]
+fn load<const N: usize>(x: &[f32], start: usize) -> [f32; N] {
+    x[start..start + N].try_into().expect("N numbers")
 }
 
 /// [`AttentionBackend::cached_attention`](crate::modules::attention::AttentionBackend::cached_attention).
@@ -245,11 +265,10 @@ impl Kernel for Rows<'_> {
 fn scores<const FUSED: bool>(q: &[f32], keys: &[f32], columns: usize, out: &mut [f32]) {
     for (block, out) in out.chunks_exact_mut(LANES).enumerate() {
         let mut sums = [0f32; LANES];
-        for (q, row) in q.iter().zip(keys.chunks_exact(columns)) {
-            let row = &row[block * LANES..][..LANES];
-            for lane in 0..LANES {
-                sums[lane] = multiply_add::<FUSED>(*q, row[lane], sums[lane]);
-            }
+        let mut start = block * LANES;
+        for q in q {
+            add_row::<FUSED>(*q, &keys[start..], &mut sums);
+            start += columns;
         }
         out.copy_from_slice(&sums);
     }
@@ -262,14 +281,10 @@ fn exponentials<const FUSED: bool>(scores: &mut [f32], len: usize) -> f32 {
     let mut largest = [f32::NEG_INFINITY; LANES];
     for block in scores.chunks_exact(LANES) {
         for lane in 0..LANES {
-            largest[lane] = if block[lane] > largest[lane] {
-                block[lane]
-            } else {
-                largest[lane]
-            };
+            largest[lane] = larger(largest[lane], block[lane]);
         }
     }
-    let largest = largest.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    let largest = reduce(largest, larger);
     let mut sums = [0f32; LANES];
     for block in scores.chunks_exact_mut(LANES) {
         for lane in 0..LANES {
@@ -277,7 +292,16 @@ fn exponentials<const FUSED: bool>(scores: &mut [f32], len: usize) -> f32 {
             sums[lane] += block[lane];
         }
     }
-    sums.into_iter().sum()
+    reduce(sums, |a, b| a + b)
+}
+
+/// Adds `w · row` to `sums`.
+#[inline(always)]
+fn add_row<const FUSED: bool>(w: f32, row: &[f32], sums: &mut [f32; LANES]) {
+    let row = &row[..LANES];
+    for lane in 0..LANES {
+        sums[lane] = multiply_add::<FUSED>(w, row[lane], sums[lane]);
+    }
 }
 
 /// `Σ weight_j · value_j`, `values` being `[weights, head_dim]`.
@@ -285,23 +309,33 @@ fn exponentials<const FUSED: bool>(scores: &mut [f32], len: usize) -> f32 {
 fn mix<const FUSED: bool>(weights: &[f32], values: &[f32], out: &mut [f32]) {
     let d = out.len();
     let mut blocks = out.chunks_exact_mut(LANES);
-    let mut start = 0;
+    let mut channel = 0;
     for out in &mut blocks {
-        let mut sums = [0f32; LANES];
-        for (w, row) in weights.iter().zip(values.chunks_exact(d)) {
-            let row = &row[start..start + LANES];
-            for lane in 0..LANES {
-                sums[lane] = multiply_add::<FUSED>(*w, row[lane], sums[lane]);
-            }
+        // Even and odd weights apart: two chains of additions that do not wait for each other.
+        let (mut even, mut odd) = ([0f32; LANES], [0f32; LANES]);
+        let mut start = channel;
+        let pairs = weights.chunks_exact(2);
+        let last = pairs.remainder();
+        for pair in pairs {
+            add_row::<FUSED>(pair[0], &values[start..], &mut even);
+            add_row::<FUSED>(pair[1], &values[start + d..], &mut odd);
+            start += 2 * d;
         }
-        out.copy_from_slice(&sums);
-        start += LANES;
+        for w in last {
+            add_row::<FUSED>(*w, &values[start..], &mut even);
+        }
+        for lane in 0..LANES {
+            out[lane] = even[lane] + odd[lane];
+        }
+        channel += LANES;
     }
     let rest = blocks.into_remainder();
     rest.fill(0.0);
-    for (w, row) in weights.iter().zip(values.chunks_exact(d)) {
-        for (out, x) in rest.iter_mut().zip(&row[start..]) {
-            *out = multiply_add::<FUSED>(*w, *x, *out);
+    if !rest.is_empty() {
+        for (j, w) in weights.iter().enumerate() {
+            for (out, x) in rest.iter_mut().zip(&values[j * d + channel..]) {
+                *out = multiply_add::<FUSED>(*w, *x, *out);
+            }
         }
     }
 }

@@ -46,6 +46,25 @@ pub(super) fn multiply_add<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FUSED { a.mul_add(b, c) } else { a * b + c }
 }
 
+/// Combines all lanes by halves: a fixed order in which the compiler sees vectors, and no long chain.
+#[inline(always)]
+pub(super) fn reduce<const N: usize>(mut lanes: [f32; N], combine: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut half = N / 2;
+    while half > 0 {
+        for lane in 0..half {
+            lanes[lane] = combine(lanes[lane], lanes[lane + half]);
+        }
+        half /= 2;
+    }
+    lanes[0]
+}
+
+/// The larger number; the first where they do not compare.
+#[inline(always)]
+pub(super) fn larger(a: f32, b: f32) -> f32 {
+    if b > a { b } else { a }
+}
+
 /// `Σ x²`, in lanes.
 #[inline(always)]
 pub(super) fn sum_of_squares<const FUSED: bool>(x: &[f32]) -> f32 {
@@ -60,7 +79,7 @@ pub(super) fn sum_of_squares<const FUSED: bool>(x: &[f32]) -> f32 {
             sums[lane] = multiply_add::<FUSED>(block[lane], block[lane], sums[lane]);
         }
     }
-    sums.into_iter().sum()
+    reduce(sums, |a, b| a + b)
 }
 
 /// `e^x` within 2 ulp; 0 below -87, `e^88` above 88, NaN for NaN. Plain arithmetic (Cephes' `expf`: `2^n · e^r`,
