@@ -1,5 +1,11 @@
 //! What the rollout engine needs of a language model.
-use crate::modules::attention::{CacheStep, KvCache, KvCacheConfig};
+use crate::{
+    backend::QuadsBackend,
+    modules::{
+        attention::{AttentionBackend, CacheStep, KvCache, KvCacheConfig, QuadsAttention},
+        moe::QuadsMoe,
+    },
+};
 use burn::{
     prelude::Backend,
     tensor::{Int, Tensor},
@@ -33,4 +39,48 @@ pub struct CachedOutput<B: Backend> {
     pub hidden: Tensor<B, 2>,
     /// Chosen experts, `[tokens, top_k]` a mixture-of-experts layer.
     pub expert_ids: Vec<Tensor<B, 2, Int>>,
+}
+
+impl<B: QuadsBackend + AttentionBackend> CachedLm<B> for QuadsMoe<B> {
+    fn vocab_size(&self) -> usize {
+        self.config().vocab_size
+    }
+
+    fn max_positions(&self) -> usize {
+        self.rope.max_seq_len()
+    }
+
+    fn cache_config(&self, slots: usize, max_seq_len: usize) -> KvCacheConfig {
+        KvCacheConfig {
+            num_layers: self.layers.len(),
+            slots,
+            num_key_value_heads: self.config().num_key_value_heads,
+            max_seq_len,
+            head_dim: self.config().head_dim,
+        }
+    }
+
+    fn device(&self) -> B::Device {
+        self.embed_tokens.weight.device()
+    }
+
+    fn forward_cached(&self, tokens: Tensor<B, 1, Int>, cache: &mut KvCache<B>, step: &CacheStep) -> CachedOutput<B> {
+        let [n] = tokens.dims();
+        let mut x = self.embed_tokens.forward(tokens.reshape([1, n])).squeeze_dim::<2>(0);
+        let mut expert_ids = Vec::with_capacity(self.layers.len());
+        for (layer, cache) in self.layers.iter().zip(&mut cache.layers) {
+            let attend = |attention: &QuadsAttention<B>, x| attention.forward_cached(x, &self.rope, cache, step);
+            let (y, routing) = layer.forward_with(x, attend, None);
+            x = y;
+            expert_ids.push(routing.expert_ids);
+        }
+        CachedOutput {
+            hidden: self.norm.forward(x),
+            expert_ids,
+        }
+    }
+
+    fn logits(&self, hidden: Tensor<B, 2>) -> Tensor<B, 2> {
+        QuadsMoe::logits(self, hidden)
+    }
 }
