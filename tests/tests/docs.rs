@@ -7,7 +7,10 @@ use std::{
 };
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace").to_path_buf()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("the workspace")
+        .to_path_buf()
 }
 
 /// Every page that a reader of the repository sees, relative to its root.
@@ -29,7 +32,9 @@ fn pages() -> Vec<PathBuf> {
     collect(&root(), &mut all);
     all.sort();
     assert!(all.len() > 10, "found only {all:?}");
-    all.into_iter().map(|p| p.strip_prefix(root()).expect("inside").to_path_buf()).collect()
+    all.into_iter()
+        .map(|p| p.strip_prefix(root()).expect("inside").to_path_buf())
+        .collect()
 }
 
 struct Block {
@@ -46,7 +51,11 @@ fn blocks() -> Vec<Block> {
         for (at, line) in text.lines().enumerate() {
             if let Some(info) = line.trim_start().strip_prefix("```") {
                 if !open {
-                    found.push(Block { page: page.clone(), line: at + 1, info: info.trim().to_string() });
+                    found.push(Block {
+                        page: page.clone(),
+                        line: at + 1,
+                        info: info.trim().to_string(),
+                    });
                 }
                 open = !open;
             }
@@ -64,7 +73,10 @@ fn every_code_block_is_of_a_kind_that_is_checked() {
         match info.as_str() {
             "rust" => {
                 let include = format!("../../{}\"", page.display());
-                assert!(doctests.contains(&include), "{at}: add the page to tests/src/lib.rs, so that its code runs");
+                assert!(
+                    doctests.contains(&include),
+                    "{at}: add the page to tests/src/lib.rs, so that its code runs"
+                );
             }
             // `sh` and `toml` blocks are run by recipes/grpo_math/tests/documentation.rs; `text` is no code
             "sh" | "toml" | "text" => {}

@@ -94,14 +94,14 @@ impl GrpoConfig {
 
     /// Refuses numbers of rows that these settings cannot divide.
     pub fn validate_rows(&self, rows: usize) -> Result<(), GrpoError> {
-        if rows == 0 || rows % self.group_size != 0 {
+        if rows == 0 || !rows.is_multiple_of(self.group_size) {
             return Err(GrpoError::batch(
                 "rows",
                 format!("a multiple of group_size ({})", self.group_size),
                 rows,
             ));
         }
-        if rows % self.minibatches != 0 {
+        if !rows.is_multiple_of(self.minibatches) {
             return Err(GrpoError::option(
                 "minibatches",
                 format!("a divisor of the batch's {rows} rows"),

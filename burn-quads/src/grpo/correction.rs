@@ -91,7 +91,7 @@ impl Correction {
         if !(low >= 0.0 && low.is_finite()) {
             return Err(GrpoError::option("correction.clip_min", "a number of at least 0", low));
         }
-        if !(high > low) {
+        if high.is_nan() || high <= low {
             return Err(GrpoError::option(
                 "correction.clip_max",
                 format!("a number above clip_min ({low})"),

@@ -69,7 +69,10 @@ fn chunks<B: Backend>(
         let whole = start == 0 && end == tokens;
         let (hidden, targets) = match whole {
             true => (hidden.clone(), targets.clone()),
-            false => (hidden.clone().slice([start..end]), targets.clone().slice([start..end])),
+            false => (
+                hidden.clone().narrow(0, start, end - start),
+                targets.clone().narrow(0, start, end - start),
+            ),
         };
         (start..end, hidden, targets.unsqueeze_dim(1))
     })
@@ -200,7 +203,10 @@ impl<B: Backend> Backward<B, 2> for TokenLogProbs {
         let mut head_sum: Option<Tensor<B, 2>> = None;
         for (range, hidden, targets) in chunks(&hidden, &targets, size) {
             // d log p / d logits = (one at the target − softmax) / temperature
-            let gradient = gradient.clone().slice([range]).unsqueeze_dim::<2>(1);
+            let gradient = gradient
+                .clone()
+                .narrow(0, range.start, range.len())
+                .unsqueeze_dim::<2>(1);
             let (shifted, log_sum) = shifted(logits(hidden.clone(), &head, temperature));
             let softmax = (shifted - log_sum).exp();
             let logits = (softmax * gradient.clone().neg()).scatter(1, targets, gradient, IndexingUpdateOp::Add);
