@@ -84,11 +84,10 @@ pub struct QuantizedRows {
 impl QuantizedRows {
     /// The values that a matmul sees, `[tokens, k]`: first pass plus second.
     pub fn decode(&self) -> Vec<f32> {
-        let mut values = self.decode_pass(&self.first);
-        if let Some(residual) = &self.residual {
-            for (value, second) in values.iter_mut().zip(self.decode_pass(&residual.pass)) {
-                *value += second;
-            }
+        let mut values = self.values_in_units();
+        for (row, encode_scale) in self.encode_scales.iter().enumerate() {
+            let row = &mut values[row * self.k..][..self.k];
+            row.iter_mut().for_each(|value| *value *= 1.0 / encode_scale);
         }
         values
     }

@@ -93,6 +93,17 @@ pub fn decode(code: u8, step: f32) -> f32 {
     e2m1::decode(code) * step
 }
 
+/// What the first pass leaves of an activation, `x - x̂`, where `x̂` is `value · unit`: an E2M1 code times its block scale,
+/// and `1/S`. Rounding may take `x̂` beyond the largest f32; the difference is there all the same.
+pub fn residual(x: f32, value: f32, unit: f32) -> f32 {
+    let difference = x - value * unit;
+    if difference.is_finite() {
+        difference
+    } else {
+        2.0 * (0.5 * x - value * (0.5 * unit))
+    }
+}
+
 /// Two codes a byte, the even element in the low nibble.
 pub fn pack(codes: &[u8]) -> impl Iterator<Item = u8> + '_ {
     codes.chunks_exact(2).map(|pair| pair[0] | pair[1] << 4)

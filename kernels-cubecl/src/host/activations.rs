@@ -41,9 +41,10 @@ pub fn quantize_activations(
             (vec![0.0; k], 1.0)
         };
         quantized.encode_scales.push(if finite { scale } else { f32::NAN });
-        let decoded = push_row(&mut quantized.first, &row, scale);
+        let values = push_row(&mut quantized.first, &row, scale);
         if let (Some(compensation), Some(second)) = (compensation, &mut quantized.residual) {
-            let mut residual: Vec<f32> = row.iter().zip(&decoded).map(|(x, value)| x - value).collect();
+            let difference = |(x, value): (&f32, &f32)| nvfp4::residual(*x, *value, 1.0 / scale);
+            let mut residual: Vec<f32> = row.iter().zip(&values).map(difference).collect();
             let mask = row_mask(compensation, &residual);
             second.masks.extend(mask.words());
             for (c, r) in residual.iter_mut().enumerate() {
@@ -150,15 +151,19 @@ fn row_mask(compensation: &Compensation, residual: &[f32]) -> ResidualMask {
     }
 }
 
-/// Quantizes one row into `pass` and returns what it decodes to.
+/// Quantizes one row into `pass`; returns its values in units of `1/encode_scale`.
 fn push_row(pass: &mut Pass, row: &[f32], encode_scale: f32) -> Vec<f32> {
-    let mut decoded = Vec::with_capacity(row.len());
+    let mut values = Vec::with_capacity(row.len());
     for block in row.chunks_exact(BLOCK) {
         let block = nvfp4::encode_block(block, encode_scale, Operand::Activation);
-        let step = e4m3::decode(block.scale) * (1.0 / encode_scale);
-        decoded.extend(block.codes.iter().map(|code| nvfp4::decode(*code, step)));
+        values.extend(
+            block
+                .codes
+                .iter()
+                .map(|code| nvfp4::decode(*code, e4m3::decode(block.scale))),
+        );
         pass.block_scales.push(block.scale);
         pass.codes.extend(nvfp4::pack(&block.codes));
     }
-    decoded
+    values
 }

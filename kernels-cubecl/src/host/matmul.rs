@@ -125,7 +125,7 @@ fn multiply(x: Rows, k: usize, counts: &[usize], w: &[WeightView], mut out: &mut
     let mut kernels = Vec::new();
     let mut first = 0;
     for (&tokens, &w) in counts.iter().zip(w).filter(|(tokens, _)| **tokens > 0) {
-        let group_pieces = cost(tokens).div_ceil(share);
+        let group_pieces = cost(tokens).div_ceil(share).max(1);
         // Columns first: a piece of the rows decodes the weight for itself.
         let columns = rows.div_ceil(group_pieces).next_multiple_of(PIECE);
         let token_pieces = group_pieces / rows.div_ceil(columns);

@@ -5,6 +5,10 @@
 //!
 //! A row of activations that holds NaN or an infinity has NaN outputs, whatever the precision (`Full` excepted, which
 //! is plain f32 arithmetic); its neighbours do not change. A weight that is not finite is refused.
+#![expect(
+    clippy::needless_range_loop,
+    reason = "a loop over the lanes of several arrays reads, and compiles, as vector code"
+)]
 mod activations;
 mod dispatch;
 mod matmul;

@@ -175,13 +175,20 @@ impl Nvfp4Row {
         let unit = 1.0 / self.scale;
         self.set_scales();
         let scales = self.inverses.iter().zip(&self.scales);
-        for (((x, values), residual), (inverse, scale)) in x.iter().zip(values).zip(&mut self.residual).zip(scales) {
+        let blocks = x.iter().zip(&mut *values).zip(&mut self.residual).zip(scales);
+        for (((x, values), residual), (inverse, scale)) in blocks {
             for i in 0..BLOCK {
                 values[i] = to_signed_e2m1(x[i], *inverse) * scale;
                 if RESIDUAL {
-                    // Scaling by a power of two is exact: this is x - x̂.
                     residual[i] = x[i] - values[i] * unit;
                 }
+            }
+        }
+        if RESIDUAL && amax >= 2f32.powi(127).to_bits() {
+            // x̂ may have overflown.
+            let residual = self.residual.as_flattened_mut().iter_mut();
+            for ((residual, x), value) in residual.zip(x.as_flattened()).zip(values.as_flattened()) {
+                *residual = nvfp4::residual(*x, *value, unit);
             }
         }
         unit
