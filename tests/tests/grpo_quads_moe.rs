@@ -10,6 +10,7 @@ use burn_quads::{
     grpo::{GrpoConfig, Learner, LossKind, LrSchedule, OptimizerConfig, RolloutBatch, SupervisedLearner},
     mismatch::{Decomposition, Mismatch, RouteFlips},
     modules::{moe::QuadsMoe, moe_config::QuadsMoeConfig},
+    rollout::{FinishReason, RolloutEngine, SamplingParams},
     sync::sync,
     token_log_probs::{ScoreOptions, Scores, TokenRow, score},
 };
@@ -203,7 +204,7 @@ fn replaying_the_rollouts_experts_leaves_no_flip() {
     };
     let scores = score(&trainer.valid(), &rows, &options);
     assert_eq!(scores.log_probs, replayed.old_log_probs);
-    let flips = RouteFlips::new(&scores.routing, batch.expert_ids.as_ref().unwrap());
+    let flips = RouteFlips::new(&scores.routing, batch.expert_ids.as_ref().unwrap()).unwrap();
     assert!(flips.decisions > 0 && flips.flip_rate == 0.0, "{flips:?}");
     // The trainer's own choice, replayed, is its own forward pass.
     batch.expert_ids = Some(score_batch(&trainer.valid(), &batch, true).routing);
@@ -245,4 +246,63 @@ fn supervised_learning_teaches_the_model_a_completion() {
     let first = learner.step(&rows, 2).unwrap().loss;
     let last = (0..60).map(|_| learner.step(&rows, 2).unwrap().loss).last().unwrap();
     assert!(first > 2.0 && last < 0.1, "{first} {last}");
+}
+
+#[test]
+fn the_whole_loop_raises_the_reward_with_packed_rollouts() {
+    const EOS: u32 = 0;
+    // After the prompt [p], say p + 1 and stop.
+    let prompts: Vec<Vec<u32>> = (1..17).flat_map(|prompt| vec![vec![prompt]; 8]).collect();
+    let answers: Vec<[u32; 2]> = (1..17).map(|prompt| [prompt + 1, EOS]).collect();
+    let rac = Precision::W4A4Rac(Rac::default());
+    let mut engine = RolloutEngine::new(32, 8).unwrap();
+
+    let optimizer = OptimizerConfig {
+        schedule: LrSchedule::constant(5e-3),
+        ..OptimizerConfig::default()
+    };
+    let mut warm_up = SupervisedLearner::new(model(Precision::W4A16), optimizer).unwrap();
+    let rows: Vec<_> = (0..16).map(|index| row(&prompts[8 * index], &answers[index])).collect();
+    for _ in 0..14 {
+        warm_up.step(&rows, 16).unwrap();
+    }
+    let config = GrpoConfig {
+        group_size: 8,
+        minibatches: 4,
+        max_completion_length: 3,
+        optimizer,
+        ..GrpoConfig::default()
+    };
+    let mut learner = Learner::new(warm_up.into_model(), config).unwrap();
+
+    let mut rewards = Vec::new();
+    for step in 0..12 {
+        let (rollout, _) = sync(learner.model(), &rac, None).unwrap();
+        let params = SamplingParams {
+            temperature: 1.0,
+            max_new_tokens: 3,
+            eos_token_ids: vec![EOS],
+            seed: step,
+            record_routing: true,
+        };
+        let mut batch = RolloutBatch::default();
+        let mut expert_ids = Vec::new();
+        for completion in engine.generate(&rollout, &prompts, &params).unwrap() {
+            let group = completion.prompt / 8;
+            batch.prompts.push(prompts[completion.prompt].clone());
+            batch.truncated.push(completion.finish == FinishReason::Length);
+            batch.rewards.push((completion.tokens == answers[group]) as u8 as f32);
+            batch.group.push(group);
+            batch.completions.push(completion.tokens);
+            batch.rollout_log_probs.push(completion.log_probs);
+            expert_ids.push(completion.expert_ids.unwrap());
+        }
+        batch.expert_ids = Some(expert_ids);
+        let output = learner.step(&batch).unwrap();
+        // The gap that QUADS leaves.
+        assert!(output.mismatch.mean < 0.05, "step {step}: {:?}", output.mismatch);
+        rewards.push(output.metrics.get("reward/mean").unwrap());
+    }
+    assert!((0.05..0.7).contains(&rewards[0]), "a middling start: {rewards:?}");
+    assert!(rewards[11] > rewards[0] + 0.25, "{rewards:?}");
 }

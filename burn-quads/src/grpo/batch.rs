@@ -1,4 +1,6 @@
 //! One rollout batch: what was asked, what was sampled, and how it was rewarded.
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use super::GrpoError;
@@ -114,8 +116,9 @@ impl RolloutBatch {
         }
     }
 
-    /// Refuses a batch whose fields do not fit together, naming the field and row.
-    pub fn validate(&self) -> Result<(), GrpoError> {
+    /// Refuses a batch whose fields do not fit together, or that has tokens outside a vocabulary of `vocab` tokens; the
+    /// error names the field and row.
+    pub fn validate(&self, vocab: usize) -> Result<(), GrpoError> {
         let rows = self.rows();
         let lengths = [
             ("completions", self.completions.len()),
@@ -138,6 +141,15 @@ impl RolloutBatch {
             if self.prompts[row].is_empty() {
                 return Err(GrpoError::batch(format!("prompts[{row}]"), "one token at least", 0));
             }
+            for (field, tokens) in [("prompts", &self.prompts[row]), ("completions", &self.completions[row])] {
+                if let Some(&token) = tokens.iter().find(|&&token| token as usize >= vocab) {
+                    return Err(GrpoError::batch(
+                        format!("{field}[{row}]"),
+                        format!("token ids below the model's vocabulary of {vocab}"),
+                        token,
+                    ));
+                }
+            }
             let (tokens, log_probs) = (self.completions[row].len(), self.rollout_log_probs[row].len());
             if tokens != log_probs {
                 return Err(GrpoError::batch(
@@ -147,6 +159,27 @@ impl RolloutBatch {
                 ));
             }
         }
+        self.validate_groups()?;
+        self.validate_expert_ids()
+    }
+
+    /// Groups with rows of several prompts compare answers to different questions, and nothing else would show it.
+    fn validate_groups(&self) -> Result<(), GrpoError> {
+        let mut first_rows = BTreeMap::new();
+        for (row, group) in self.group.iter().enumerate() {
+            let first = *first_rows.entry(group).or_insert(row);
+            if self.prompts[row] != self.prompts[first] {
+                return Err(GrpoError::batch(
+                    format!("group {group}"),
+                    "rows of one prompt",
+                    format!("different prompts in rows {first} and {row}"),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn validate_expert_ids(&self) -> Result<(), GrpoError> {
         let Some(expert_ids) = &self.expert_ids else {
             return Ok(());
         };
@@ -230,15 +263,23 @@ mod tests {
 
     #[test]
     fn fields_that_do_not_fit_are_refused_by_name() {
-        assert_eq!(batch().validate(), Ok(()));
+        assert_eq!(batch().validate(10), Ok(()));
         let error = |change: fn(&mut RolloutBatch)| {
             let mut batch = batch();
             change(&mut batch);
-            batch.validate().unwrap_err().to_string()
+            batch.validate(10).unwrap_err().to_string()
         };
         assert_eq!(
             error(|batch| batch.rewards.truncate(1)),
             "rewards: expected 2 rows, as many as prompts, got 1"
+        );
+        assert_eq!(
+            error(|batch| batch.completions[1][2] = 10),
+            "completions[1]: expected token ids below the model's vocabulary of 10, got 10"
+        );
+        assert_eq!(
+            error(|batch| batch.prompts[1][0] = 3),
+            "group 0: expected rows of one prompt, got different prompts in rows 0 and 1"
         );
         assert!(error(|batch| batch.prompts[1].clear()).starts_with("prompts[1]: expected one token"));
         assert_eq!(
@@ -251,10 +292,10 @@ mod tests {
         };
         let mut with = batch();
         with.expert_ids = Some(vec![routing(10), routing(4)]);
-        assert_eq!(with.validate(), Ok(()));
+        assert_eq!(with.validate(10), Ok(()));
         with.expert_ids = Some(vec![routing(10), routing(12)]);
         assert!(
-            with.validate()
+            with.validate(10)
                 .unwrap_err()
                 .to_string()
                 .starts_with("expert_ids[1]: expected top_k (2) ids")

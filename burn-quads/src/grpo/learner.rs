@@ -152,8 +152,12 @@ where
     ///
     /// An error leaves the policy as it was, except [`GrpoError::Diverged`], which comes after the updates that were
     /// still finite.
+    ///
+    /// # Panics
+    ///
+    /// If the model does not accept the expert ids that are to be replayed.
     pub fn step(&mut self, batch: &RolloutBatch) -> Result<StepOutput, GrpoError> {
-        batch.validate()?;
+        batch.validate(self.model().head_weight().dims()[1])?;
         self.validate(batch)?;
         let rewards = self.shaped_rewards(batch);
         let advantages = group_advantages(
@@ -170,6 +174,10 @@ where
             .reference
             .as_ref()
             .map(|reference| self.score(reference, batch, false).log_probs.concat());
+        let flips = match &batch.expert_ids {
+            Some(expert_ids) if record_routing => Some(RouteFlips::new(&scores.routing, expert_ids)?),
+            _ => None,
+        };
         // The handles of its parameters would keep the updates from working in place.
         drop(policy);
 
@@ -206,8 +214,8 @@ where
         metrics.push("skipped_steps", self.skipped.total as f64);
         metrics.push("rollout_corr/rejected_fraction", correction.rejected_fraction());
         metrics.extend(&mismatch.metrics());
-        if let (true, Some(expert_ids)) = (record_routing, &batch.expert_ids) {
-            metrics.extend(&RouteFlips::new(&scores.routing, expert_ids).metrics());
+        if let Some(flips) = flips {
+            metrics.extend(&flips.metrics());
         }
         self.step += 1;
         Ok(StepOutput {
@@ -344,8 +352,11 @@ where
                 normalizer,
             );
             loss = output.loss;
+            if !loss.is_finite() {
+                return None;
+            }
             record.stats.merge(&output.stats);
-            loss.is_finite().then_some(output.gradient)
+            Some(output.gradient)
         });
         loss
     }

@@ -90,6 +90,21 @@ where
         if let Some(row) = rows.iter().position(|row| row.prompt.is_empty()) {
             return Err(GrpoError::batch(format!("rows[{row}].prompt"), "one token at least", 0));
         }
+        let vocab = self.model().head_weight().dims()[1];
+        for (index, row) in rows.iter().enumerate() {
+            if let Some(&token) = row
+                .prompt
+                .iter()
+                .chain(row.completion)
+                .find(|&&token| token as usize >= vocab)
+            {
+                return Err(GrpoError::batch(
+                    format!("rows[{index}]"),
+                    format!("token ids below the model's vocabulary of {vocab}"),
+                    token,
+                ));
+            }
+        }
         let tokens = rows.iter().map(|row| row.completion.len()).sum::<usize>();
         if tokens == 0 {
             return Err(GrpoError::batch("rows", "one completion token at least", 0));

@@ -1,7 +1,10 @@
 //! Tokens that chose other experts on the two sides.
 use std::collections::BTreeSet;
 
-use crate::{grpo::Metrics, token_log_probs::RowRouting};
+use crate::{
+    grpo::{GrpoError, Metrics},
+    token_log_probs::RowRouting,
+};
 
 /// How often two forward passes over the same tokens chose different experts. The order of the experts does not count.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -16,20 +19,25 @@ pub struct RouteFlips {
 
 impl RouteFlips {
     /// Compares the routings of the same rows. Positions that only one side has, and those it marks with -1, are left
-    /// out.
-    ///
-    /// # Panics
-    ///
-    /// If the numbers of rows, of layers or `top_k` differ.
-    pub fn new(trainer: &[RowRouting], rollout: &[RowRouting]) -> Self {
-        assert_eq!(trainer.len(), rollout.len(), "routings of the same rows");
+    /// out. Sides with different numbers of rows, layers or experts a token are refused.
+    pub fn new(trainer: &[RowRouting], rollout: &[RowRouting]) -> Result<Self, GrpoError> {
+        if trainer.len() != rollout.len() {
+            return Err(GrpoError::batch(
+                "expert_ids",
+                format!("{} rows", trainer.len()),
+                rollout.len(),
+            ));
+        }
         let (mut decisions, mut flips, mut tokens, mut flipped_tokens) = (0, 0, 0, 0);
-        for (trainer, rollout) in trainer.iter().zip(rollout) {
-            assert_eq!(
-                (trainer.top_k, trainer.layers.len()),
-                (rollout.top_k, rollout.layers.len()),
-                "(top_k, layers) of the routings"
-            );
+        for (row, (trainer, rollout)) in trainer.iter().zip(rollout).enumerate() {
+            let shape = |routing: &RowRouting| (routing.layers.len(), routing.top_k);
+            if shape(trainer) != shape(rollout) {
+                return Err(GrpoError::batch(
+                    format!("expert_ids[{row}]"),
+                    format!("(layers, top_k) {:?}, as the model has", shape(trainer)),
+                    format!("{:?}", shape(rollout)),
+                ));
+            }
             let top_k = trainer.top_k.max(1);
             let positions = (trainer.layers.iter().chain(&rollout.layers))
                 .map(|layer| layer.len() / top_k)
@@ -53,11 +61,11 @@ impl RouteFlips {
                 flipped_tokens += (differ > 0) as usize;
             }
         }
-        Self {
+        Ok(Self {
             decisions,
             flip_rate: flips as f64 / decisions.max(1) as f64,
             token_flip_rate: flipped_tokens as f64 / tokens.max(1) as f64,
-        }
+        })
     }
 
     /// The metrics by name.

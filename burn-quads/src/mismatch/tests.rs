@@ -119,7 +119,7 @@ fn routes_flip_when_the_set_of_experts_differs() {
     };
     let trainer = [routing([[0, 1, 2, 3, 0, 1], [0, 1, 0, 1, 0, 1]])];
     let rollout = [routing([[1, 0, 2, 1, -1, -1], [0, 1, 0, 2, 0, 1]])];
-    let flips = RouteFlips::new(&trainer, &rollout);
+    let flips = RouteFlips::new(&trainer, &rollout).unwrap();
     assert_eq!(flips.decisions, 5);
     assert_eq!(flips.flip_rate, 2.0 / 5.0);
     assert_eq!(flips.token_flip_rate, 1.0 / 3.0);
@@ -127,8 +127,19 @@ fn routes_flip_when_the_set_of_experts_differs() {
         top_k: 2,
         layers: vec![vec![0, 1], vec![0, 1]],
     }];
-    assert_eq!(RouteFlips::new(&trainer, &shorter).decisions, 2);
-    assert_eq!(RouteFlips::new(&[], &[]).flip_rate, 0.0);
+    assert_eq!(RouteFlips::new(&trainer, &shorter).unwrap().decisions, 2);
+    assert_eq!(RouteFlips::new(&[], &[]).unwrap().flip_rate, 0.0);
+    let other = [RowRouting {
+        top_k: 1,
+        ..shorter[0].clone()
+    }];
+    let error = RouteFlips::new(&trainer, &other).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "expert_ids[0]: expected (layers, top_k) (2, 2), as the model has, got (2, 1)"
+    );
+    let error = RouteFlips::new(&trainer, &[]).unwrap_err().to_string();
+    assert_eq!(error, "expert_ids: expected 1 rows, got 0");
 }
 
 proptest! {

@@ -8,7 +8,7 @@ use burn::{
     },
     prelude::Backend,
     tensor::{
-        IndexingUpdateOp, Int, Tensor, TensorPrimitive,
+        DType, IndexingUpdateOp, Int, Tensor, TensorPrimitive,
         backend::AutodiffBackend,
         ops::{FloatTensor, IntTensor},
     },
@@ -22,13 +22,21 @@ fn chunk_tokens(vocab: usize, logits: usize) -> usize {
     (logits / vocab.max(1)).max(1)
 }
 
-/// Logits of a chunk at a temperature, `[tokens, vocab]`.
+/// Logits of a chunk at a temperature in f32, `[tokens, vocab]`.
 fn logits<B: Backend>(hidden: Tensor<B, 2>, head: &Tensor<B, 2>, temperature: f32) -> Tensor<B, 2> {
-    let logits = hidden.matmul(head.clone());
+    let logits = in_dtype(hidden.matmul(head.clone()), DType::F32);
     if temperature == 1.0 {
         logits
     } else {
         logits / temperature
+    }
+}
+
+fn in_dtype<B: Backend, const D: usize>(tensor: Tensor<B, D>, dtype: DType) -> Tensor<B, D> {
+    if tensor.dtype() == dtype {
+        tensor
+    } else {
+        tensor.cast(dtype)
     }
 }
 
@@ -210,6 +218,7 @@ impl<B: Backend> Backward<B, 2> for TokenLogProbs {
             let (shifted, log_sum) = shifted(logits(hidden.clone(), &head, temperature));
             let softmax = (shifted - log_sum).exp();
             let logits = (softmax * gradient.clone().neg()).scatter(1, targets, gradient, IndexingUpdateOp::Add);
+            let logits = in_dtype(logits, hidden.dtype());
             if hidden_node.is_some() {
                 hidden_parts.push(logits.clone().matmul(head.clone().transpose()));
             }
@@ -221,17 +230,16 @@ impl<B: Backend> Backward<B, 2> for TokenLogProbs {
                 });
             }
         }
-        let device = hidden.device();
         if let Some(node) = hidden_node {
             let gradient = match hidden_parts.len() {
-                0 => Tensor::zeros(hidden.dims(), &device),
+                0 => hidden.zeros_like(),
                 1 => hidden_parts.remove(0),
                 _ => Tensor::cat(hidden_parts, 0),
             };
             grads.register::<B>(node.id, gradient.into_primitive().tensor());
         }
         if let Some(node) = head_node {
-            let gradient = head_sum.unwrap_or_else(|| Tensor::zeros(head.dims(), &device));
+            let gradient = head_sum.unwrap_or_else(|| head.zeros_like());
             grads.register::<B>(node.id, gradient.into_primitive().tensor());
         }
     }
@@ -351,6 +359,30 @@ mod tests {
                 assert_close(&got.2, &expected.2, 1e-5);
             }
         }
+    }
+
+    #[test]
+    fn half_precision_states_have_f32_log_probs_and_their_own_gradients() {
+        let device = Default::default();
+        let run = |dtype: DType| {
+            let hidden = Tensor::<B, 2>::from_floats([[0.5, -1.0], [0.25, 2.0]], &device)
+                .cast(dtype)
+                .require_grad();
+            let head = Tensor::<B, 2>::from_floats([[1.0, 0.5, -0.5], [0.25, -1.0, 2.0]], &device)
+                .cast(dtype)
+                .require_grad();
+            let targets = Tensor::<B, 1, Int>::from_ints([2, 0], &device);
+            let log_probs = token_log_probs(hidden.clone(), head.clone(), targets, 1.0);
+            assert_eq!(log_probs.dtype(), DType::F32);
+            let grads = log_probs.clone().sum().backward();
+            let (hidden, head) = (hidden.grad(&grads).unwrap(), head.grad(&grads).unwrap());
+            assert_eq!((hidden.dtype(), head.dtype()), (dtype, dtype));
+            let wide = |gradient: Tensor<Flex, 2>| values(gradient.cast(DType::F32));
+            (values(log_probs), [wide(hidden), wide(head)].concat())
+        };
+        let (half, single) = (run(DType::BF16), run(DType::F32));
+        assert_close(&half.0, &single.0, 2e-2);
+        assert_close(&half.1, &single.1, 2e-2);
     }
 
     #[test]

@@ -468,8 +468,20 @@ fn batches_that_cannot_work_are_refused_by_name_and_leave_the_policy_alone() {
         b.rollout_log_probs[3] = vec![-1.0; 6];
     };
     assert!(error(long).starts_with("completions[3]: expected at most max_completion_length (5) tokens, got 6"));
-    assert!(error(|b| b.group[0] = 3).starts_with("group 0: expected 4 rows (group_size), got 3"));
+    assert!(
+        error(|b| b.group[0] = 3)
+            .starts_with("group 3: expected rows of one prompt, got different prompts in rows 0 and 12")
+    );
     assert!(error(|b| *b = RolloutBatch::default()).starts_with("rows: expected a multiple of group_size (4), got 0"));
+    assert!(error(|b| b.completions[3][0] = 7).starts_with("completions[3]: expected token ids below"));
+    let routing = |b: &mut RolloutBatch| {
+        let routing = RowRouting {
+            top_k: 1,
+            layers: vec![vec![]; 2],
+        };
+        b.expert_ids = Some(vec![routing; 16]);
+    };
+    assert!(error(routing).starts_with("expert_ids[0]: expected (layers, top_k) (1, 1), as the model has"));
     assert_eq!((bits(&learner), learner.steps()), (before, 0));
 
     let replay = GrpoConfig {

@@ -99,5 +99,11 @@ fn rows_that_cannot_work_are_refused_by_name() {
     let mut bad = rows();
     bad[1].prompt = &[];
     assert!(error(&bad).starts_with("rows[1].prompt: expected one token"));
+    let mut bad = rows();
+    bad[2].completion = &[1, 7];
+    assert_eq!(
+        error(&bad),
+        "rows[2]: expected token ids below the model's vocabulary of 7, got 7"
+    );
     assert!(error(&[]).starts_with("rows: expected one completion token"));
 }
