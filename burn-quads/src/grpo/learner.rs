@@ -169,11 +169,12 @@ where
 
         let policy = self.model().valid();
         let record_routing = batch.expert_ids.is_some() && !self.config.routing_replay;
-        let scores = self.score(&policy, batch, record_routing);
+        let scores = self.score(&policy, batch, self.config.routing_replay, record_routing);
         let reference = self
             .reference
             .as_ref()
-            .map(|reference| self.score(reference, batch, false).log_probs.concat());
+            // The reference is a policy of its own, with its own routes.
+            .map(|reference| self.score(reference, batch, false, false).log_probs.concat());
         let flips = match &batch.expert_ids {
             Some(expert_ids) if record_routing => Some(RouteFlips::new(&scores.routing, expert_ids)?),
             _ => None,
@@ -254,10 +255,14 @@ where
         (0..batch.rows()).map(|row| batch.rewards[row] + penalty(row)).collect()
     }
 
-    fn score<I: Backend, N: CausalLm<I>>(&self, model: &N, batch: &RolloutBatch, record_routing: bool) -> Scores {
-        let rows = (0..batch.rows())
-            .map(|row| batch.row(row, self.config.routing_replay))
-            .collect::<Vec<_>>();
+    fn score<I: Backend, N: CausalLm<I>>(
+        &self,
+        model: &N,
+        batch: &RolloutBatch,
+        replay: bool,
+        record_routing: bool,
+    ) -> Scores {
+        let rows = (0..batch.rows()).map(|row| batch.row(row, replay)).collect::<Vec<_>>();
         let options = ScoreOptions {
             temperature: self.config.temperature,
             rows_per_forward: self.config.score_rows,
