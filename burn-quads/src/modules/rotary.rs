@@ -115,9 +115,18 @@ pub struct Rotation<B: Backend> {
 impl<B: Backend> Rotation<B> {
     /// Rotates `[batch, seq, heads, head_dim]`.
     pub fn apply(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
-        let half = x.dims()[3] / 2;
+        let [batch, seq, heads, d] = x.dims();
+        let half = d / 2;
         let swapped = Tensor::cat(vec![x.clone().narrow(3, half, half), x.clone().narrow(3, 0, half)], 3);
-        x * self.cos.clone() + swapped * self.sin.clone()
+        // One row for each sequence: a factor that all sequences share is then a row vector, which backends multiply
+        // with at full speed.
+        let row = seq * heads * d;
+        let factor = |t: &Tensor<B, 4>| {
+            let rows = t.dims()[0];
+            t.clone().repeat_dim(2, heads).reshape([rows, row])
+        };
+        let x = x.reshape([batch, row]) * factor(&self.cos) + swapped.reshape([batch, row]) * factor(&self.sin);
+        x.reshape([batch, seq, heads, d])
     }
 }
 
