@@ -266,3 +266,161 @@ fn failed(path: &Path, error: safetensors::SafeTensorError) -> MaskFileError {
         source => MaskFileError::Format { path, source },
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::modules::moe_config::QuadsMoeConfig;
+    use burn::backend::Flex;
+    use burn_nvfp4::{Nvfp4, Precision};
+
+    type B = Nvfp4<Flex>;
+
+    fn model() -> QuadsMoe<B> {
+        QuadsMoeConfig::new(32, 64, 2, 4, 2, 16, 4, 2, 32).init_seeded(3, &Default::default())
+    }
+
+    fn sequences() -> Vec<Vec<u32>> {
+        let lengths = [5, 5, 5, 7, 7, 5];
+        (0u32..)
+            .zip(lengths)
+            .map(|(i, n)| (0..n).map(|t| (i * 11 + t * 5) % 32).collect())
+            .collect()
+    }
+
+    fn energies(calibrator: &Calibrator<B>) -> Vec<(String, Vec<f32>)> {
+        calibrator
+            .energies()
+            .map(|(layer, sums)| (layer.to_string(), sums))
+            .collect()
+    }
+
+    fn file(name: &str) -> PathBuf {
+        std::env::temp_dir().join(format!("burn-quads-{}-{name}.safetensors", std::process::id()))
+    }
+
+    #[test]
+    fn inputs_of_the_first_layer_are_measured_in_order_and_once() {
+        let model = model();
+        let mut calibrator = Calibrator::new(&model);
+        calibrator.run(&sequences(), 2);
+        // The input of q, k and v is the norm of the embedding.
+        let mut expected = vec![0.0; 64];
+        for sequence in sequences() {
+            let (n, ids): (_, Vec<i64>) = (sequence.len(), sequence.into_iter().map(i64::from).collect());
+            let tokens = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [1, n]), &Default::default());
+            let x = model.layers[0]
+                .input_layernorm
+                .forward(model.embed_tokens.forward(tokens))
+                .into_data();
+            let x = x.as_slice::<f32>().unwrap();
+            host::accumulate_residual_energy(x, n, 64, Granularity::Channel, &mut expected).unwrap();
+        }
+        assert_eq!(
+            energies(&calibrator)[0],
+            ("layers.0.self_attn.qkv_proj".to_string(), expected)
+        );
+        let layers: Vec<_> = energies(&calibrator)
+            .into_iter()
+            .map(|(layer, sums)| (layer, sums.len()))
+            .collect();
+        assert_eq!(layers.len(), 8);
+        assert_eq!(layers[1], ("layers.0.self_attn.o_proj".to_string(), 64));
+        assert_eq!(layers[2], ("layers.0.mlp.experts.gate_up_proj".to_string(), 64));
+        assert_eq!(layers[7], ("layers.1.mlp.experts.down_proj".to_string(), 32));
+        assert!(
+            energies(&calibrator)
+                .iter()
+                .all(|(_, sums)| sums.iter().all(|sum| *sum > 0.0))
+        );
+    }
+
+    #[test]
+    fn the_model_itself_is_not_measured_afterwards() {
+        let model = model();
+        let mut calibrator = Calibrator::new(&model);
+        calibrator.run(&sequences(), 2);
+        let before = energies(&calibrator);
+        model.forward(Tensor::zeros([1, 4], &Default::default()));
+        assert_eq!(energies(&calibrator), before);
+    }
+
+    #[test]
+    fn masks_choose_the_largest_sums() {
+        let mut calibrator = Calibrator::new(&model());
+        calibrator.run(&sequences(), 64);
+        let masks = calibrator.masks(Granularity::Channel, 0.25).unwrap();
+        for (layer, energy) in calibrator.energies() {
+            let mask = masks.get(layer).unwrap();
+            let chosen = |set: bool| {
+                (0..mask.k())
+                    .filter(move |c| mask.contains(*c) == set)
+                    .map(|c| energy[c])
+            };
+            assert_eq!(chosen(true).count(), mask.k() / 4, "{layer}");
+            let smallest = chosen(true).fold(f32::INFINITY, f32::min);
+            assert!(chosen(false).all(|e| e <= smallest), "{layer}");
+        }
+    }
+
+    #[test]
+    fn masks_survive_a_file() {
+        let mut calibrator = Calibrator::new(&model());
+        calibrator.run(&sequences(), 64);
+        let masks = calibrator.masks(Granularity::Block16, 0.5).unwrap();
+        let path = file("masks");
+        masks.save(&path).unwrap();
+        let loaded = ResidualMasks::load(&path).unwrap();
+        assert_eq!(loaded, masks);
+        let bytes = std::fs::read(&path).unwrap();
+        std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
+        let error = ResidualMasks::load(&path).unwrap_err().to_string();
+        assert!(error.starts_with(&path.display().to_string()), "{error}");
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_file_with_something_else_is_refused() {
+        let path = file("no-masks");
+        let data = [2u8, 0, 1, 1];
+        let view = |dtype, shape: Vec<usize>| TensorView::new(dtype, shape, &data).unwrap();
+        let load = |view| {
+            safetensors::serialize_to_file([("layers.0.x", view)], None, &path).unwrap();
+            ResidualMasks::load(&path).unwrap_err().to_string()
+        };
+        assert!(load(view(Dtype::U8, vec![4])).ends_with("layers.0.x: a mask holds 0 and 1, found 2"));
+        assert!(load(view(Dtype::F32, vec![1])).ends_with("F32 [1] is no mask, expected U8 [channels]"));
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn nothing_seen_and_impossible_fractions_are_errors() {
+        let mut calibrator = Calibrator::new(&model());
+        assert_eq!(
+            calibrator.masks(Granularity::Channel, 0.5),
+            Err(CalibrationError::Empty)
+        );
+        calibrator.run(&sequences(), 64);
+        for fraction in [0.0, -1.0, 1.5, f32::NAN] {
+            assert!(matches!(
+                calibrator.masks(Granularity::Channel, fraction),
+                Err(CalibrationError::Fraction { .. })
+            ));
+        }
+    }
+
+    #[test]
+    fn a_diverged_model_is_named() {
+        let mut model = model().with_precision(Precision::High).unwrap();
+        model.norm.gamma = model.norm.gamma.map(|g| g * f32::NAN);
+        let gamma = model.layers[1].input_layernorm.gamma.clone();
+        model.layers[1].input_layernorm.gamma = gamma.map(|g| g * f32::NAN);
+        let mut calibrator = Calibrator::new(&model);
+        calibrator.run(&sequences(), 64);
+        let error = calibrator.masks(Granularity::Channel, 0.5).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "residuals of channel 0 of layers.1.self_attn.qkv_proj are not finite: the model has diverged"
+        );
+    }
+}

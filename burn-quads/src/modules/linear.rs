@@ -5,7 +5,7 @@ use burn::{
     nn::Linear,
     tensor::{Tensor, TensorPrimitive, backend::Backend, module::linear},
 };
-use burn_nvfp4::{Precision, WeightFormat};
+use burn_nvfp4::{Nvfp4, Nvfp4Backend, PackError, Precision, WeightFormat, pack};
 use kernels_cubecl::BLOCK;
 
 use super::activation_site::{ActivationSite, is_packed};
@@ -124,6 +124,20 @@ impl<B: QuadsBackend> QuadsLinear<B> {
         let amax = amax.map(|amax| amax.into_primitive().tensor());
         let weight = B::fake_quantize_weight(weight.into_primitive().tensor(), format, amax);
         Tensor::from_primitive(TensorPrimitive::Float(weight))
+    }
+}
+
+impl<B: Nvfp4Backend> QuadsLinear<Nvfp4<B>> {
+    /// The layer for inference: its weight packed in `precision`, with an outer scale of its own. The master is gone.
+    ///
+    /// # Errors
+    /// [`PackError`]: a non-finite weight, a `d_input` that does not fit, [`Precision::High`], or a precision that needs a
+    /// calibrated mask where none was set.
+    pub fn pack(mut self, precision: &Precision) -> Result<Self, PackError> {
+        let weight = pack(self.weight.val(), precision, None, self.input.mask())?;
+        self.weight = Param::initialized(self.weight.id, weight);
+        self.precision = precision.clone();
+        Ok(self)
     }
 }
 
@@ -255,7 +269,7 @@ mod tests {
         nn::LinearConfig,
         tensor::{Distribution, TensorData},
     };
-    use burn_nvfp4::{Nvfp4, Rac, pack, packed_weight};
+    use burn_nvfp4::{Rac, packed_weight};
     use kernels_cubecl::{Granularity, ResidualMask, Selection};
 
     type B = Nvfp4<Flex>;
@@ -330,13 +344,12 @@ mod tests {
         ] {
             let mut linear = layer::<B>(48, precision.clone());
             linear.input.set_mask(Some(mask.clone()));
-            // Burn draws parameters at first use, and clones of an unused layer would draw twice.
-            linear.bias.as_ref().unwrap().val();
-            let mut packed = linear.clone();
-            let weight = pack(linear.weight.val(), &precision, None, Some(&mask)).unwrap();
-            packed.weight = Param::initialized(linear.weight.id, weight);
             let x = random([2, 3, 48]);
-            let (dense, packed) = (linear.forward(x.clone()).into_data(), packed.forward(x).into_data());
+            // Before cloning: Burn draws parameters at first use, so clones of an unused layer would differ.
+            let dense = linear.forward(x.clone()).into_data();
+            let packed = linear.clone().pack(&precision).unwrap();
+            assert!(packed_weight(&packed.weight.val()).is_some());
+            let packed = packed.forward(x).into_data();
             assert_eq!(dense.shape, packed.shape);
             for (d, p) in dense.iter::<f32>().zip(packed.iter::<f32>()) {
                 assert!((d - p).abs() <= 1e-5 * (1.0 + d.abs()), "{precision}: {d} and {p}");
