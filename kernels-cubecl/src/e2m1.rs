@@ -15,10 +15,13 @@ pub fn encode(x: f32) -> u8 {
 
 /// Value of the low four bits.
 pub fn decode(code: u8) -> f32 {
-    const MAGNITUDES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, MAX];
-    let magnitude = MAGNITUDES[usize::from(code & 7)];
-    if code & 8 == 0 { magnitude } else { -magnitude }
+    VALUES[usize::from(code & 0xf)]
 }
+
+/// Value of each code.
+pub const VALUES: [f32; 16] = [
+    0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, MAX, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -MAX,
+];
 
 #[cfg(test)]
 mod tests {

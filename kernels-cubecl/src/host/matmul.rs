@@ -8,7 +8,7 @@
 //! With quantized activations the sum runs over values in units (`e2m1 · block_scale` on both sides), and
 //! `f32(sum · (unit · outer scale))`, one rounding, is the output. With full-precision activations it runs over the
 //! decoded weight, and is the output.
-use super::dispatch::{Kernel, multiply_add};
+use super::dispatch::{Kernel, Vectors};
 use super::tile::{self, Decoded};
 use super::{parallel, rows};
 use crate::{Activation, Error, OuterScale, QuantizedRows, WeightView};
@@ -179,7 +179,7 @@ impl Kernel for Product<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const TOKENS: usize, const LANES: usize, const FUSED: bool>(mut self) {
+    fn run<V: Vectors, const TOKENS: usize, const COUNT: usize, const LANES: usize>(mut self, vectors: V) {
         let (x, decoded) = match self.x {
             Rows::Values(values) => (values, Decoded::Values),
             Rows::Units(values, _) => (values, Decoded::Units),
@@ -193,23 +193,31 @@ impl Kernel for Product<'_> {
                 sums.fill([0.0; LANES]);
                 for first in (0..self.k).step_by(PANEL) {
                     let tile = &mut tile[..PANEL.min(self.k - first)];
-                    tile::decode(self.w, decoded, self.row + column, first, tile);
+                    tile::decode::<V, COUNT, LANES>(vectors, self.w, decoded, self.row + column, first, tile);
                     let x = Columns {
                         x: &x[chunk * CHUNK * self.k..],
                         k: self.k,
                         first,
                     };
-                    let done = add_products::<TOKENS, LANES, FUSED>(&x, tile, sums, 0);
-                    let done = add_products::<4, LANES, FUSED>(&x, tile, sums, done);
-                    let done = add_products::<2, LANES, FUSED>(&x, tile, sums, done);
-                    add_products::<1, LANES, FUSED>(&x, tile, sums, done);
+                    let done = add_products::<V, TOKENS, COUNT, LANES>(vectors, &x, tile, sums, 0);
+                    let done = add_products::<V, 4, COUNT, LANES>(vectors, &x, tile, sums, done);
+                    let done = add_products::<V, 2, COUNT, LANES>(vectors, &x, tile, sums, done);
+                    add_products::<V, 1, COUNT, LANES>(vectors, &x, tile, sums, done);
                 }
                 let width = LANES.min(columns - column);
                 for (t, (out, sums)) in out.iter_mut().zip(&*sums).enumerate() {
                     let out = &mut out[column..column + width];
-                    out.copy_from_slice(&sums[..width]);
-                    if let Rows::Units(_, units) = self.x {
-                        scale(out, units[chunk * CHUNK + t], self.w, self.row + column);
+                    match self.x {
+                        Rows::Values(_) => scale(sums, 1.0, out),
+                        Rows::Units(_, units) => {
+                            let unit = units[chunk * CHUNK + t];
+                            match self.w {
+                                WeightView::Nvfp4(w) => scale(sums, f64::from(unit) * outer_factor(w.outer_scale), out),
+                                WeightView::Fp8(w) => {
+                                    scale_channels(sums, unit, &w.channel_scales[self.row + column..], out);
+                                }
+                            }
+                        }
                     }
                 }
             }
@@ -227,49 +235,71 @@ struct Columns<'a> {
 /// Adds the products of a tile with `TOKENS` rows at a time to their sums, from row `token` on; returns the first row
 /// that is left. The sums of one step stay in registers.
 #[inline(always)]
-fn add_products<const TOKENS: usize, const LANES: usize, const FUSED: bool>(
+fn add_products<V: Vectors, const TOKENS: usize, const COUNT: usize, const LANES: usize>(
+    vectors: V,
     x: &Columns,
     tile: &[[f32; LANES]],
     sums: &mut [[f32; LANES]],
     mut token: usize,
 ) -> usize {
     while token + TOKENS <= sums.len() {
-        let x: [&[f32]; TOKENS] = std::array::from_fn(|t| &x.x[(token + t) * x.k + x.first..][..tile.len()]);
-        let mut step: [[f32; LANES]; TOKENS] = std::array::from_fn(|t| sums[token + t]);
-        for (c, w) in tile.iter().enumerate() {
+        let lines = &mut sums[token..token + TOKENS];
+        let mut rows: [&[f32]; TOKENS] = [&[]; TOKENS];
+        let mut step = [[vectors.load(&lines[0], 0); COUNT]; TOKENS];
+        for t in 0..TOKENS {
+            rows[t] = &x.x[(token + t) * x.k + x.first..][..tile.len()];
+            for v in 0..COUNT {
+                step[t][v] = vectors.load(&lines[t], v);
+            }
+        }
+        for (c, line) in tile.iter().enumerate() {
+            let mut w = step[0];
+            for v in 0..COUNT {
+                w[v] = vectors.load(line, v);
+            }
             for t in 0..TOKENS {
-                for lane in 0..LANES {
-                    step[t][lane] = multiply_add::<FUSED>(x[t][c], w[lane], step[t][lane]);
+                for v in 0..COUNT {
+                    step[t][v] = vectors.multiply_add(rows[t][c], w[v], step[t][v]);
                 }
             }
         }
-        sums[token..token + TOKENS].copy_from_slice(&step);
+        for t in 0..TOKENS {
+            for v in 0..COUNT {
+                vectors.store(step[t][v], &mut lines[t], v);
+            }
+        }
         token += TOKENS;
     }
     token
 }
 
-/// Multiplies the sums of one row of activations with the scales that are left, `unit` and those of weight rows `row..`.
+/// What the outer scale puts on a sum of values in units.
+fn outer_factor(outer_scale: OuterScale) -> f64 {
+    match outer_scale {
+        OuterScale::Multiply(s) => f64::from(s),
+        OuterScale::Divide(s) => 1.0 / f64::from(s),
+    }
+}
+
+/// `out = f32(sums · factor)`, rounded once: no scale on the way over- or underflows.
 #[inline(always)]
-fn scale(sums: &mut [f32], unit: f32, w: WeightView, row: usize) {
-    match w {
-        WeightView::Nvfp4(w) => {
-            let factor = f64::from(unit)
-                * match w.outer_scale {
-                    OuterScale::Multiply(s) => f64::from(s),
-                    OuterScale::Divide(s) => 1.0 / f64::from(s),
-                };
-            if f64::from(factor as f32) == factor {
-                // The same bits, on narrower numbers.
-                sums.iter_mut().for_each(|sum| *sum *= factor as f32);
-            } else {
-                sums.iter_mut().for_each(|sum| *sum = (f64::from(*sum) * factor) as f32);
-            }
+fn scale<const LANES: usize>(sums: &[f32; LANES], factor: f64, out: &mut [f32]) {
+    if f64::from(factor as f32) == factor {
+        // The same bits, on narrower numbers.
+        for (out, sum) in out.iter_mut().zip(sums) {
+            *out = sum * factor as f32;
         }
-        WeightView::Fp8(w) => {
-            for (sum, channel) in sums.iter_mut().zip(&w.channel_scales[row..]) {
-                *sum = (f64::from(*sum) * (f64::from(unit) * f64::from(*channel))) as f32;
-            }
+    } else {
+        for (out, sum) in out.iter_mut().zip(sums) {
+            *out = (f64::from(*sum) * factor) as f32;
         }
+    }
+}
+
+/// [`scale`] with a factor a column, `unit · channel_scale`.
+#[inline(always)]
+fn scale_channels<const LANES: usize>(sums: &[f32; LANES], unit: f32, channel_scales: &[f32], out: &mut [f32]) {
+    for ((out, sum), channel_scale) in out.iter_mut().zip(sums).zip(channel_scales) {
+        *out = (f64::from(*sum) * (f64::from(unit) * f64::from(*channel_scale))) as f32;
     }
 }

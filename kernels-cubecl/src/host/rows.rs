@@ -4,7 +4,7 @@
 //! the unit is `1/S`; a value of one pass is `e2m1 · block_scale`, a multiple of 2^-10 up to 2688. Both passes share
 //! `S`, so the sum of their values is exact in f32, and **one product serves both passes**: compensation costs the
 //! quantization alone.
-use super::dispatch::Kernel;
+use super::dispatch::{Kernel, Vectors};
 use super::parallel;
 use super::rounding::{INFINITE, amax_bits, at_most, to_e2m1, to_e4m3, with_sign};
 use super::weights::fp8_scale;
@@ -82,7 +82,7 @@ impl Kernel for QuantizeRows<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const TOKENS: usize, const LANES: usize, const FUSED: bool>(self) {
+    fn run<V: Vectors, const TOKENS: usize, const COUNT: usize, const LANES: usize>(self, _: V) {
         let rows = self.x.chunks_exact(self.k).zip(self.values.chunks_exact_mut(self.k));
         let mut row = Nvfp4Row::new(self.k);
         for ((x, values), unit) in rows.zip(self.units) {

@@ -2,8 +2,9 @@
 //!
 //! A tile is `[k, LANES]`; lanes past the last row hold zeros. Tiles are all that is ever decoded of a packed weight
 //! during a product.
-use super::rounding::{at_most, from_e2m1, from_e4m3, to_e2m1, to_e2m1_code, to_e4m3, with_sign};
-use crate::{BLOCK, Fp8View, Nvfp4View, WeightLayout, WeightView, nvfp4};
+use super::dispatch::Vectors;
+use super::rounding::{at_most, from_e4m3, to_e2m1, to_e2m1_code, to_e4m3, with_sign};
+use crate::{BLOCK, Fp8View, Nvfp4View, WeightLayout, WeightView, e4m3, nvfp4};
 
 /// What a decoded weight is multiplied with already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +24,8 @@ const BLOCKS: usize = 4;
 /// Decodes columns `first..first + tile.len()` of rows `row..row + LANES`. `first` and the length are multiples of 16
 /// for an NVFP4 weight.
 #[inline(always)]
-pub(super) fn decode<const LANES: usize>(
+pub(super) fn decode<V: Vectors, const COUNT: usize, const LANES: usize>(
+    vectors: V,
     w: WeightView,
     decoded: Decoded,
     row: usize,
@@ -33,56 +35,49 @@ pub(super) fn decode<const LANES: usize>(
     for (strip, tile) in tile.chunks_mut(STRIP).enumerate() {
         let first = first + strip * STRIP;
         match w {
-            WeightView::Nvfp4(w) => decode_nvfp4(w, decoded, row, first, tile),
+            WeightView::Nvfp4(w) => decode_nvfp4::<V, COUNT, LANES>(vectors, w, decoded, row, first, tile),
             WeightView::Fp8(w) => decode_fp8(w, decoded, row, first, tile),
         }
     }
 }
 
 #[inline(always)]
-fn decode_nvfp4<const LANES: usize>(
+fn decode_nvfp4<V: Vectors, const COUNT: usize, const LANES: usize>(
+    vectors: V,
     w: Nvfp4View,
     decoded: Decoded,
     row: usize,
     first: usize,
     strip: &mut [[f32; LANES]],
 ) {
-    // Eight codes a word, in each lane; block scales beside them.
-    let mut words = [[[0u32; LANES]; 2]; BLOCKS];
-    let mut scales = [[0u32; LANES]; BLOCKS];
+    // Codes and block scales of each lane; none in lanes past the last row.
+    let mut codes: [&[[u8; BLOCK / 2]]; LANES] = [&[]; LANES];
+    let mut block_scales: [&[u8]; LANES] = [&[]; LANES];
     for lane in 0..LANES.min(w.rows - row) {
         let at = (row + lane) * w.k + first;
-        let codes = w.codes[at / 2..][..strip.len() / 2].as_chunks::<8>().0;
-        for (words, codes) in words.iter_mut().zip(codes) {
-            let codes = u64::from_le_bytes(*codes);
-            (words[0][lane], words[1][lane]) = (codes as u32, (codes >> 32) as u32);
-        }
-        for (scales, byte) in scales
-            .iter_mut()
-            .zip(&w.block_scales[at / BLOCK..][..strip.len() / BLOCK])
-        {
-            scales[lane] = u32::from(byte & 0x7f);
-        }
+        codes[lane] = w.codes[at / 2..][..strip.len() / 2].as_chunks().0;
+        block_scales[lane] = &w.block_scales[at / BLOCK..][..strip.len() / BLOCK];
     }
-    for (block, (words, scales)) in strip
-        .as_chunks_mut::<BLOCK>()
-        .0
-        .iter_mut()
-        .zip(words.iter().zip(&scales))
-    {
+    for (b, block) in strip.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
+        let mut words = [[0; LANES]; 2];
         let mut steps = [0.0; LANES];
         for lane in 0..LANES {
-            steps[lane] = from_e4m3(scales[lane]);
+            if let (Some(codes), Some(scale)) = (codes[lane].get(b), block_scales[lane].get(b)) {
+                let codes = u64::from_le_bytes(*codes);
+                (words[0][lane], words[1][lane]) = (codes as u32, (codes >> 32) as u32);
+                steps[lane] = e4m3::VALUES[usize::from(scale & 0x7f)];
+            }
         }
         if decoded == Decoded::Values {
             for step in &mut steps {
                 *step = w.outer_scale.step(*step);
             }
         }
-        for (lines, words) in block.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+        for (lines, words) in block.as_chunks_mut::<8>().0.iter_mut().zip(&words) {
             for (i, line) in lines.iter_mut().enumerate() {
-                for lane in 0..LANES {
-                    line[lane] = from_e2m1(words[lane] >> (4 * i)) * steps[lane];
+                for v in 0..COUNT {
+                    let step = vectors.load(&steps, v);
+                    vectors.store(vectors.decode_e2m1(words, v, 4 * i as u32, step), line, v);
                 }
             }
         }

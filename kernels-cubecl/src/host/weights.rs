@@ -1,5 +1,5 @@
 //! Packing and unpacking of weights.
-use super::dispatch::{Kernel, dispatch};
+use super::dispatch::{Kernel, Vectors, dispatch};
 use super::parallel;
 use super::rounding::{INFINITE, amax_bits, e4m3_byte, to_e4m3};
 use super::tile::{self, Decoded, Matrix, STRIP};
@@ -186,7 +186,7 @@ impl Kernel for Amax<'_> {
     type Output = u32;
 
     #[inline(always)]
-    fn run<const TOKENS: usize, const LANES: usize, const FUSED: bool>(self) -> u32 {
+    fn run<V: Vectors, const TOKENS: usize, const COUNT: usize, const LANES: usize>(self, _: V) -> u32 {
         amax_bits(self.0)
     }
 }
@@ -209,7 +209,7 @@ impl Kernel for QuantizeRows<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const TOKENS: usize, const LANES: usize, const FUSED: bool>(self) {
+    fn run<V: Vectors, const TOKENS: usize, const COUNT: usize, const LANES: usize>(self, _: V) {
         let k = self.w.k;
         let panels = self
             .codes
@@ -252,7 +252,7 @@ impl Kernel for QuantizeRowsFp8<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const TOKENS: usize, const LANES: usize, const FUSED: bool>(self) {
+    fn run<V: Vectors, const TOKENS: usize, const COUNT: usize, const LANES: usize>(self, _: V) {
         let k = self.w.k;
         let panels = self
             .codes
@@ -342,13 +342,15 @@ impl Kernel for WriteTiles<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<const TOKENS: usize, const LANES: usize, const FUSED: bool>(mut self) {
+    fn run<V: Vectors, const TOKENS: usize, const COUNT: usize, const LANES: usize>(mut self, vectors: V) {
         let mut strip = [[0.0; LANES]; STRIP];
         for row in self.row_span.step_by(LANES) {
             for first in self.column_span.clone().step_by(STRIP) {
                 let strip = &mut strip[..STRIP.min(self.column_span.end - first)];
                 match self.source {
-                    Source::Packed(w) => tile::decode(w, Decoded::Values, row, first, strip),
+                    Source::Packed(w) => {
+                        tile::decode::<V, COUNT, LANES>(vectors, w, Decoded::Values, row, first, strip)
+                    }
                     Source::Rounded(w, encode_scale) => {
                         w.load(row, first, strip);
                         tile::round(strip, encode_scale);
