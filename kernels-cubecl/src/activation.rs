@@ -1,5 +1,5 @@
 //! How activations enter a matmul, and activations once quantized.
-use crate::{BLOCK, Compensation, Error, e4m3, nvfp4};
+use crate::{BLOCK, Compensation, Error, nvfp4};
 
 /// How activations enter a matmul with a packed weight.
 #[derive(Clone, Debug, PartialEq, Default)]
@@ -98,7 +98,7 @@ impl QuantizedRows {
         for (row, encode_scale) in self.encode_scales.iter().enumerate() {
             for c in 0..self.k {
                 let index = row * self.k + c;
-                let step = e4m3::decode(pass.block_scales[index / BLOCK]) * (1.0 / encode_scale);
+                let step = nvfp4::decode_scale(pass.block_scales[index / BLOCK]) * (1.0 / encode_scale);
                 values.push(nvfp4::decode(nvfp4::unpack(&pass.codes, index), step));
             }
         }
@@ -110,7 +110,7 @@ impl QuantizedRows {
         let pass = |pass: &Pass, index: usize| {
             nvfp4::decode(
                 nvfp4::unpack(&pass.codes, index),
-                e4m3::decode(pass.block_scales[index / BLOCK] & 0x7f),
+                nvfp4::decode_scale(pass.block_scales[index / BLOCK]),
             )
         };
         let residual = self.residual.as_ref().map(|residual| &residual.pass);

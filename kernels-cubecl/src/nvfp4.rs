@@ -66,9 +66,14 @@ pub fn block_scale(block_amax: f32, encode_scale: f32) -> u8 {
     e4m3::encode((block_amax * (encode_scale * SIXTH)).min(f32::MAX))
 }
 
+/// Value of a block scale. The sign bit is ignored, as tensor cores do (UE4M3).
+pub fn decode_scale(scale: u8) -> f32 {
+    e4m3::decode(scale & 0x7f)
+}
+
 /// What the values of a block are multiplied with before they are rounded to E2M1.
 pub fn inverse(scale: u8, encode_scale: f32, operand: Operand) -> f32 {
-    let scale = e4m3::decode(scale);
+    let scale = decode_scale(scale);
     let inverse = match operand {
         Operand::Weight => 1.0 / (scale * (1.0 / encode_scale)),
         // Byte 0 has no reciprocal; the table holds FLT_MAX there.
@@ -88,7 +93,7 @@ pub fn encode_block(x: &[f32], encode_scale: f32, operand: Operand) -> Block {
     Block { scale, codes }
 }
 
-/// Value of one element: `e2m1(code) · step`, where `step` is the block scale times the outer scale.
+/// Value of one element: `e2m1(code) · step`, where `step` is the block's scale with the outer scale applied.
 pub fn decode(code: u8, step: f32) -> f32 {
     e2m1::decode(code) * step
 }

@@ -80,12 +80,23 @@ impl ResidualMask {
         }
     }
     /// From one flag a channel or block, over `k` channels; the last block may be partial.
+    ///
+    /// # Panics
+    /// `units` does not have [`Granularity::units`]`(k)` flags.
     pub fn from_units(units: &[bool], k: usize, granularity: Granularity) -> Self {
+        assert_eq!(
+            units.len(),
+            granularity.units(k),
+            "one flag a channel or block of {k} channels"
+        );
         let channels: Vec<bool> = (0..k).map(|c| units[c / granularity.channels()]).collect();
         Self::from_channels(&channels)
     }
     /// The `ceil(fraction · n)` channels or blocks with the largest `energy` (one value a channel or block), ties to the
     /// lower index. A fraction of 1 or more selects everything, of 0 or less nothing.
+    ///
+    /// # Panics
+    /// `energy` does not have [`Granularity::units`]`(k)` values.
     pub fn from_energy(energy: &[f32], k: usize, granularity: Granularity, fraction: f32) -> Self {
         let mut selected = vec![false; energy.len()];
         let ranks: Vec<u32> = energy.iter().map(|energy| rank(*energy)).collect();

@@ -2,8 +2,9 @@
 use super::rows;
 use crate::nvfp4::{self, Operand};
 use crate::residual::unit_energy;
-use crate::{Activation, BLOCK, Compensation, Error, Granularity, Pass, QuantizedRows, ResidualMask, ResidualPass};
-use crate::{amax, e4m3};
+use crate::{
+    Activation, BLOCK, Compensation, Error, Granularity, Pass, QuantizedRows, ResidualMask, ResidualPass, amax,
+};
 
 /// Quantizes `[tokens, k]` activations to codes; with `compensation` the selected residuals a second time. Written as
 /// the definition reads, with the formats' own conversions; the values that it decodes to are those of
@@ -73,16 +74,14 @@ pub fn fake_quantize_activations(
     activation.check(k)?;
     Error::check_length("activations", &[tokens, k], x.len())?;
     Error::check_length("fake-quantized activations", &[tokens, k], out.len())?;
-    if let Activation::Full = activation {
+    if x.is_empty() || *activation == Activation::Full {
         out.copy_from_slice(x);
         return Ok(());
     }
     let mut units = vec![0.0; tokens];
     rows::quantize(x, k, activation, out, &mut units);
-    if k > 0 {
-        for (row, unit) in out.chunks_exact_mut(k).zip(units) {
-            row.iter_mut().for_each(|value| *value *= unit);
-        }
+    for (row, unit) in out.chunks_exact_mut(k).zip(units) {
+        row.iter_mut().for_each(|value| *value *= unit);
     }
     Ok(())
 }
@@ -111,16 +110,17 @@ pub fn accumulate_residual_energy(
     energy: &mut [f32],
 ) -> Result<(), Error> {
     Error::check_length("residual energy", &[granularity.units(k)], energy.len())?;
-    let mut values = vec![0.0; x.len()];
-    fake_quantize_activations(x, tokens, k, &Activation::Nvfp4, &mut values)?;
-    if k > 0 {
-        let mut row_energy = vec![0.0; energy.len()];
-        for (x, values) in x.chunks_exact(k).zip(values.chunks_exact_mut(k)) {
-            values.iter_mut().zip(x).for_each(|(value, x)| *value = x - *value);
-            unit_energy(values, granularity, &mut row_energy);
-            for (total, row) in energy.iter_mut().zip(&row_energy) {
-                *total += row;
-            }
+    let mut residual = vec![0.0; x.len()];
+    fake_quantize_activations(x, tokens, k, &Activation::Nvfp4, &mut residual)?;
+    if x.is_empty() {
+        return Ok(());
+    }
+    residual.iter_mut().zip(x).for_each(|(value, x)| *value = x - *value);
+    let mut row_energy = vec![0.0; energy.len()];
+    for row in residual.chunks_exact(k) {
+        unit_energy(row, granularity, &mut row_energy);
+        for (total, row) in energy.iter_mut().zip(&row_energy) {
+            *total += row;
         }
     }
     Ok(())
@@ -129,6 +129,9 @@ pub fn accumulate_residual_energy(
 /// The calibrated mask: the `ceil(fraction · n)` channels or blocks with the most residual energy. `energy` is
 /// [`residual_energy`]'s, one value a channel; a block's energy is the sum over its channels in index order. Ties go
 /// to the lower index. A fraction of 1 or more selects everything, of 0 or less nothing.
+///
+/// Blocks summed row by row, as [`accumulate_residual_energy`] does with their granularity, differ in the last bit of
+/// the energies; [`ResidualMask::from_energy`] selects among those.
 pub fn select_channels(energy: &[f32], granularity: Granularity, fraction: f32) -> ResidualMask {
     let unit = granularity.channels();
     let units: Vec<f32> = energy
@@ -160,7 +163,7 @@ fn push_row(pass: &mut Pass, row: &[f32], encode_scale: f32) -> Vec<f32> {
             block
                 .codes
                 .iter()
-                .map(|code| nvfp4::decode(*code, e4m3::decode(block.scale))),
+                .map(|code| nvfp4::decode(*code, nvfp4::decode_scale(block.scale))),
         );
         pass.block_scales.push(block.scale);
         pass.codes.extend(nvfp4::pack(&block.codes));

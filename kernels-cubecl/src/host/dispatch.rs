@@ -218,6 +218,7 @@ mod tests {
     }
 
     /// Number of the widest instruction set that this thread may use; 0 is the portable one.
+    #[cfg(target_arch = "x86_64")]
     pub(super) fn widest() -> usize {
         WIDEST.get()
     }

@@ -35,7 +35,7 @@ pub(super) fn quantize(x: &[f32], k: usize, activation: &Activation, values: &mu
 }
 
 /// What quantizing a value costs, in multiply-adds.
-const COST: usize = 16;
+const COST: usize = 32;
 
 /// How a row is quantized.
 enum RowFormat {

@@ -15,12 +15,6 @@ pub(super) enum Decoded {
     Units,
 }
 
-/// Columns of a tile that are decoded together: their codes fit a local array, where no index needs a check.
-pub(super) const STRIP: usize = BLOCKS * BLOCK;
-
-/// Blocks of a strip.
-const BLOCKS: usize = 4;
-
 /// Decodes columns `first..first + tile.len()` of rows `row..row + LANES`. `first` and the length are multiples of 16
 /// for an NVFP4 weight.
 #[inline(always)]
@@ -32,14 +26,21 @@ pub(super) fn decode<V: Vectors, const COUNT: usize, const LANES: usize>(
     first: usize,
     tile: &mut [[f32; LANES]],
 ) {
-    for (strip, tile) in tile.chunks_mut(STRIP).enumerate() {
-        let first = first + strip * STRIP;
-        match w {
-            WeightView::Nvfp4(w) => decode_nvfp4::<V, COUNT, LANES>(vectors, w, decoded, row, first, tile),
-            WeightView::Fp8(w) => decode_fp8(w, decoded, row, first, tile),
+    match w {
+        WeightView::Nvfp4(w) => decode_nvfp4::<V, COUNT, LANES>(vectors, w, decoded, row, first, tile),
+        WeightView::Fp8(w) => {
+            for (strip, tile) in tile.chunks_mut(STRIP).enumerate() {
+                decode_fp8(w, decoded, row, first + strip * STRIP, tile);
+            }
         }
     }
 }
+
+/// Columns that are packed, or decoded from FP8, together: what is kept of them fits local arrays.
+pub(super) const STRIP: usize = BLOCKS * BLOCK;
+
+/// Blocks of a strip.
+const BLOCKS: usize = 4;
 
 #[inline(always)]
 fn decode_nvfp4<V: Vectors, const COUNT: usize, const LANES: usize>(
@@ -48,17 +49,17 @@ fn decode_nvfp4<V: Vectors, const COUNT: usize, const LANES: usize>(
     decoded: Decoded,
     row: usize,
     first: usize,
-    strip: &mut [[f32; LANES]],
+    tile: &mut [[f32; LANES]],
 ) {
     // Codes and block scales of each lane; none in lanes past the last row.
     let mut codes: [&[[u8; BLOCK / 2]]; LANES] = [&[]; LANES];
     let mut block_scales: [&[u8]; LANES] = [&[]; LANES];
     for lane in 0..LANES.min(w.rows - row) {
         let at = (row + lane) * w.k + first;
-        codes[lane] = w.codes[at / 2..][..strip.len() / 2].as_chunks().0;
-        block_scales[lane] = &w.block_scales[at / BLOCK..][..strip.len() / BLOCK];
+        codes[lane] = w.codes[at / 2..][..tile.len() / 2].as_chunks().0;
+        block_scales[lane] = &w.block_scales[at / BLOCK..][..tile.len() / BLOCK];
     }
-    for (b, block) in strip.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
+    for (b, block) in tile.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
         let mut words = [[0; LANES]; 2];
         let mut steps = [0.0; LANES];
         for lane in 0..LANES {

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use std::ops::Range;
 
 /// What packing or unpacking a value costs, in multiply-adds.
-const COST: usize = 16;
+const COST: usize = 32;
 
 /// Rows of a piece of work come in multiples of this, so that only the last piece has partial tiles.
 const PIECE_ROWS: usize = 32;
