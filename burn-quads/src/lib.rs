@@ -17,3 +17,12 @@ pub mod rollout;
 pub mod sync;
 pub mod tasks;
 pub mod token_log_probs;
+
+pub use backend::QuadsBackend;
+pub use burn_nvfp4::{Granularity, Precision, Rac, Selection};
+pub use modules::{
+    experts::{QuadsExperts, QuadsExpertsConfig},
+    linear::{OuterScaleGroup, QuadsLinear, QuadsLinearConfig},
+    moe::QuadsMoe,
+    moe_config::QuadsMoeConfig,
+};
