@@ -60,7 +60,7 @@ impl QuadsLinearConfig {
 /// | `w4a16` | `x · q(W)` | `g · q(W)ᵀ` | `xᵀ · g` |
 /// | `w4a4`, `w4a4_rac`, `fp8` | `x̂ · q(W)` | `g · q(W)ᵀ` | `x̂ᵀ · g` |
 ///
-/// Once the weight is packed ([`sync`](crate::sync), or [`pack`](burn_nvfp4::pack)), the backend multiplies with the
+/// Once the weight is packed ([`sync`](crate::sync), or [`pack`](Self::pack)), the backend multiplies with the
 /// codes in the activation setting that the packed weight carries.
 #[derive(Module, Debug)]
 #[module(custom_display)]
