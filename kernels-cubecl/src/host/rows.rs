@@ -12,7 +12,8 @@ use crate::residual::{rank, select_units, unit_count, unit_energy};
 use crate::{Activation, BLOCK, Compensation, Granularity, nvfp4};
 
 /// Quantizes every row of `x` (`[tokens, k]`) into `values` (`[tokens, k]`) and `units` (`[tokens]`). A row that is not
-/// finite gets a unit of NaN, and values that do not matter then. `activation` has been checked against `k` and is not `Full`.
+/// finite gets a unit of NaN, and values that do not matter then. `activation` has been checked against `k` and is not
+/// `Full`.
 pub(super) fn quantize(x: &[f32], k: usize, activation: &Activation, values: &mut [f32], units: &mut [f32]) {
     if k == 0 {
         return units.fill(1.0);
