@@ -62,7 +62,7 @@ impl<B: QuadsBackend> Calibrator<B> {
     /// sums do not depend on `batch`, but for last bits of the model's own forward pass.
     ///
     /// # Panics
-    /// When `batch` is zero, or a sequence is longer than the model allows.
+    /// When `batch` is zero, a sequence is longer than the model allows, or a layer's input is no multiple of 16 wide.
     pub fn run(&mut self, sequences: &[Vec<u32>], batch: usize) {
         assert!(batch > 0, "a calibration batch must hold at least one sequence");
         let device = self.model.embed_tokens.weight.device();

@@ -254,6 +254,22 @@ fn calibrated_compensation_needs_masks_and_uses_them_on_both_sides() {
 }
 
 #[test]
+fn an_impossible_setting_of_the_precision_is_refused_before_anything_runs() {
+    let precision = Precision::W4A4Rac(Rac {
+        selection: Selection::PerToken,
+        granularity: Granularity::Channel,
+        fraction: 1.5,
+    });
+    let error = sync(&trained(Precision::W4A16), &precision, None)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.ends_with("expected a compensated fraction in (0, 1], got 1.5"),
+        "{error}"
+    );
+}
+
+#[test]
 fn masks_of_another_model_are_refused() {
     let masks = masks(&trained(Precision::W4A16));
     let other = QuadsMoeConfig::new(32, 64, 1, 4, 2, 16, 4, 2, 32).init_seeded::<Inner>(1, &Default::default());

@@ -4,8 +4,7 @@ use burn::{
     nn::{Embedding, EmbeddingConfig, RmsNorm, RmsNormConfig},
     tensor::{Int, Tensor, backend::Backend},
 };
-use burn_nvfp4::Precision;
-use kernels_cubecl::Selection;
+use burn_nvfp4::{PackError, Precision};
 
 use super::{
     activation_site::ActivationSite,
@@ -50,6 +49,14 @@ pub enum PrecisionError {
     /// A dimension does not fit the precision.
     #[error(transparent)]
     Config(#[from] ConfigError),
+    /// A setting of the precision itself, such as the compensated fraction.
+    #[error("{precision}: {source}")]
+    Setting {
+        /// The precision asked for.
+        precision: String,
+        /// What is wrong with it.
+        source: PackError,
+    },
     /// The precision compensates calibrated channels, and a layer has no mask.
     #[error("{precision}: {layer} has no calibrated mask; calibrate first, then set the masks")]
     MissingMask {
@@ -155,14 +162,24 @@ impl<B: Backend> QuadsMoe<B> {
     }
 
     fn check_precision(&self, precision: &Precision) -> Result<(), PrecisionError> {
-        let calibrated = matches!(precision, Precision::W4A4Rac(rac) if rac.selection == Selection::Calibrated);
-        match self.sites().into_iter().find(|site| site.activations.mask().is_none()) {
-            Some(site) if calibrated => Err(PrecisionError::MissingMask {
-                precision: precision.to_string(),
-                layer: site.name,
-            }),
-            _ => Ok(()),
+        for site in self.sites() {
+            match precision.activation(site.activations.mask()) {
+                Ok(_) => {}
+                Err(PackError::MissingMask) => {
+                    return Err(PrecisionError::MissingMask {
+                        precision: precision.to_string(),
+                        layer: site.name,
+                    });
+                }
+                Err(source) => {
+                    return Err(PrecisionError::Setting {
+                        precision: precision.to_string(),
+                        source,
+                    });
+                }
+            }
         }
+        Ok(())
     }
 
     /// The model with calibrated residual masks, which `w4a4_rac` uses on the trainer's side when its selection is
