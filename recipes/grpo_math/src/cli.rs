@@ -1,0 +1,126 @@
+//! The command line.
+use clap::{Args, Parser, Subcommand};
+use std::path::PathBuf;
+
+/// Trains a mixture-of-experts language model by GRPO on 4-bit (NVFP4) rollouts.
+///
+/// Without arguments: makes a tiny model, teaches it three-digit addition until it is right now and then, and improves it
+/// by reinforcement learning, in a few minutes on a CPU. Everything is left in runs/grpo_math.
+#[derive(Debug, Parser)]
+#[command(version, args_conflicts_with_subcommands = true, after_help = EXAMPLES)]
+pub struct Cli {
+    /// What to do; without one, a run.
+    #[command(subcommand)]
+    pub command: Option<Command>,
+    /// A run's options.
+    #[command(flatten)]
+    pub run: RunArgs,
+    /// More on what happens (the same as RUST_LOG=debug).
+    #[arg(short, long, global = true)]
+    pub verbose: bool,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  grpo_math                                          the default run
+  grpo_math --seed 2 --set grpo.steps=300            another seed, more steps
+  grpo_math --precision w4a4 --name naive-rollout    another precision of the rollout
+  grpo_math --print-config > mine.toml               all settings, with comments
+  grpo_math --config mine.toml --set task.addition.digits=4
+  grpo_math --resume runs/grpo_math                  go on after Ctrl-C
+  grpo_math gap --run runs/grpo_math                 the log-prob gap of every pairing after the warm-up
+
+Exit code: 0 done, 1 error, 2 wrong arguments, 130 stopped by Ctrl-C (saved).";
+
+/// Everything but a run.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Measures how far rollout and trainer differ, in pairings of precisions, on completions of one policy.
+    Gap(GapArgs),
+    /// Writes plots and report.html of a run anew, from its metrics.jsonl.
+    Report {
+        /// The run's folder.
+        #[arg(long, value_name = "DIR")]
+        run: PathBuf,
+    },
+}
+
+/// Options of a run.
+#[derive(Args, Clone, Debug, Default)]
+pub struct RunArgs {
+    /// Settings, as TOML; what it leaves out is as in --print-config.
+    #[arg(long, value_name = "FILE", conflicts_with = "resume")]
+    pub config: Option<PathBuf>,
+    /// Changes one setting; may be given many times.
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+    pub set: Vec<String>,
+    /// Short for --set run.name=NAME.
+    #[arg(long, conflicts_with = "resume")]
+    pub name: Option<String>,
+    /// Short for --set run.seed=N.
+    #[arg(long, value_name = "N", conflicts_with = "resume")]
+    pub seed: Option<u64>,
+    /// Short for --set run.device=DEVICE; this build has cpu.
+    #[arg(long, conflicts_with = "resume")]
+    pub device: Option<String>,
+    /// Short for --set rollout.precision=PRECISION: high, w4a16, w4a4, w4a4_rac or fp8.
+    #[arg(long, conflicts_with = "resume")]
+    pub precision: Option<String>,
+    /// Goes on with a run from its last checkpoint; only --set grpo.steps and checkpoint.* may change.
+    #[arg(long, value_name = "RUN_DIR")]
+    pub resume: Option<PathBuf>,
+    /// Prints all settings with their comments, and the changes made here, and stops.
+    #[arg(long)]
+    pub print_config: bool,
+}
+
+impl RunArgs {
+    /// All assignments, the short options last.
+    pub fn assignments(&self) -> Vec<String> {
+        let short = [
+            ("run.name", self.name.clone()),
+            ("run.seed", self.seed.map(|seed| seed.to_string())),
+            ("run.device", self.device.clone()),
+            ("rollout.precision", self.precision.clone()),
+        ];
+        let short = short
+            .into_iter()
+            .filter_map(|(key, value)| Some(format!("{key}={}", value?)));
+        self.set.iter().cloned().chain(short).collect()
+    }
+}
+
+/// Options of `gap`.
+#[derive(Args, Clone, Debug)]
+pub struct GapArgs {
+    /// The run's folder.
+    #[arg(long, value_name = "DIR")]
+    pub run: PathBuf,
+    /// GRPO step of the checkpoint; 0 is the policy after the warm-up.
+    #[arg(long, default_value_t = 0)]
+    pub step: usize,
+    /// Completions to sample from the policy in high precision, each of another held-out problem.
+    #[arg(long, default_value_t = 512)]
+    pub completions: usize,
+    /// Prints one JSON object instead of a table.
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn short_options_are_settings() {
+        let cli = Cli::parse_from(["grpo_math", "--seed", "3", "--name", "x", "--set", "grpo.steps=2"]);
+        assert_eq!(cli.run.assignments(), ["grpo.steps=2", "run.name=x", "run.seed=3"]);
+        assert!(Cli::try_parse_from(["grpo_math", "--resume", "x", "--seed", "1"]).is_err());
+    }
+}

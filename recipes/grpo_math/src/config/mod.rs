@@ -1,0 +1,268 @@
+//! What a run is asked to do, checked before anything starts.
+//!
+//! [`Layers`] lays a file and `--set` over the shipped defaults; [`Config::read`] turns the result into typed settings
+//! and refuses what cannot be, by key, value and what was expected.
+mod layers;
+mod sections;
+
+pub use layers::{DEFAULTS, Layers};
+pub use sections::*;
+
+use std::path::{Path, PathBuf};
+
+/// A setting that was refused.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read the configuration {path}: {error}")]
+    Unreadable {
+        /// Its path.
+        path: String,
+        /// Why.
+        error: std::io::Error,
+    },
+    /// The text is not TOML.
+    #[error("{origin} is not TOML:\n{message}")]
+    Syntax {
+        /// The file.
+        origin: String,
+        /// The parser's words, with the line.
+        message: String,
+    },
+    /// A `--set` without `=`.
+    #[error("--set {0}: expected section.key=value")]
+    Assignment(String),
+    /// A key that does not exist.
+    #[error("unknown setting {key} (from {origin}): {hint}")]
+    Unknown {
+        /// Dotted key.
+        key: String,
+        /// File or `--set`.
+        origin: String,
+        /// What may have been meant.
+        hint: String,
+    },
+    /// A value of the wrong type, or out of range.
+    #[error("{key} = {value} (from {origin}): expected {expected}")]
+    Value {
+        /// Dotted key.
+        key: String,
+        /// The value, as TOML.
+        value: String,
+        /// File, `--set` or the defaults.
+        origin: String,
+        /// What would do.
+        expected: String,
+    },
+}
+
+/// The settings of a run.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// `[run]`
+    pub run: RunConfig,
+    /// `[task]`
+    pub task: TaskConfig,
+    /// `[model]`
+    pub model: ModelConfig,
+    /// `[warmup]`
+    pub warmup: WarmupConfig,
+    /// `[grpo]` and `[trainer]`
+    pub learner: LearnerConfig,
+    /// `[rollout]`
+    pub rollout: RolloutConfig,
+    /// `[rac]`
+    pub rac: RacConfig,
+    /// `[mismatch]`
+    pub mismatch: MismatchConfig,
+    /// `[eval]`
+    pub eval: EvalConfig,
+    /// `[checkpoint]`
+    pub checkpoint: CheckpointConfig,
+    /// The whole of it as TOML, with comments.
+    pub toml: String,
+    /// A fingerprint of all settings that a resumed run may not change.
+    pub fingerprint: String,
+}
+
+/// Settings that may be given another value when a run is resumed: they do not change the steps already taken.
+pub const RESUMABLE: [&str; 3] = ["grpo.steps", "checkpoint.every", "checkpoint.keep"];
+
+impl Config {
+    /// The defaults under a file and `--set` assignments.
+    pub fn load(file: Option<&Path>, assignments: &[String]) -> Result<Self, ConfigError> {
+        let mut layers = Layers::defaults();
+        if let Some(file) = file {
+            layers.lay_file(file)?;
+        }
+        for assignment in assignments {
+            layers.lay_assignment(assignment)?;
+        }
+        Self::read(&layers)
+    }
+
+    /// Reads and checks every setting.
+    pub fn read(layers: &Layers) -> Result<Self, ConfigError> {
+        let config = Self {
+            run: RunConfig::read(layers)?,
+            task: TaskConfig::read(layers)?,
+            model: ModelConfig::read(layers)?,
+            warmup: WarmupConfig::read(layers)?,
+            learner: LearnerConfig::read(layers)?,
+            rollout: RolloutConfig::read(layers)?,
+            rac: RacConfig::read(layers)?,
+            mismatch: MismatchConfig::read(layers)?,
+            eval: EvalConfig::read(layers)?,
+            checkpoint: CheckpointConfig::read(layers)?,
+            toml: layers.to_toml(),
+            fingerprint: fingerprint(layers),
+        };
+        config.check_together(layers)?;
+        debug_assert_eq!(layers.unread(), Vec::<String>::new());
+        Ok(config)
+    }
+
+    /// What one setting alone does not show.
+    fn check_together(&self, layers: &Layers) -> Result<(), ConfigError> {
+        if self.task.train_problems < self.learner.prompts_per_step {
+            let prompts = self.learner.prompts_per_step;
+            return Err(layers.refuse(
+                "task.train_problems",
+                format!("at least grpo.prompts_per_step = {prompts}"),
+            ));
+        }
+        let answer = self
+            .task
+            .mixture()
+            .map_err(|error| self.task.refuse(layers, &error))?
+            .max_answer_tokens();
+        if self.rollout.max_new_tokens < answer {
+            let expected = format!("at least {answer}, the longest answer with its end of sequence");
+            return Err(layers.refuse("rollout.max_new_tokens", expected));
+        }
+        Ok(())
+    }
+
+    /// `run.directory/run.name`: where the run would like to be.
+    pub fn wanted_folder(&self) -> PathBuf {
+        self.run.directory.join(&self.run.name)
+    }
+}
+
+/// FNV-1a over the settings that fix a run's course. Against mistakes, not against malice.
+fn fingerprint(layers: &Layers) -> String {
+    let mut hash: u64 = 0xcbf2_9ce4_8422_2325;
+    // The folder may be moved or renamed.
+    let ignored = |key: &str| RESUMABLE.contains(&key) || key == "run.name" || key == "run.directory";
+    for (key, value) in layers.values().filter(|(key, _)| !ignored(key)) {
+        for byte in format!("{key}={value}\n").bytes() {
+            hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        }
+    }
+    format!("{hash:016x}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(assignments: &[&str]) -> Result<Config, ConfigError> {
+        let assignments: Vec<String> = assignments.iter().map(|a| a.to_string()).collect();
+        Config::load(None, &assignments)
+    }
+
+    #[test]
+    fn the_defaults_are_read_to_the_last_key() {
+        let layers = Layers::defaults();
+        Config::read(&layers).unwrap();
+        assert_eq!(layers.unread(), Vec::<String>::new());
+    }
+
+    #[test]
+    fn impossible_settings_are_refused_by_key() {
+        for (assignment, expected) in [
+            (
+                "run.seed=-1",
+                "run.seed = -1 (from --set): expected a whole number from 0 to",
+            ),
+            (
+                "run.name=a/b",
+                "run.name = \"a/b\" (from --set): expected a folder's name",
+            ),
+            ("run.name=", "run.name = \"\" (from --set): expected a folder's name"),
+            (
+                "run.device=cuda:0",
+                "run.device = \"cuda:0\" (from --set): expected cpu",
+            ),
+            (
+                "grpo.group_size=1",
+                "grpo.group_size = 1 (from --set): expected a whole number from 2 to",
+            ),
+            (
+                "grpo.minibatches=3",
+                "grpo.minibatches = 3 (from --set): expected a divisor of the 256 completions",
+            ),
+            (
+                "trainer.micro_batch=65",
+                "trainer.micro_batch = 65 (from --set): expected at most the 64 rows",
+            ),
+            (
+                "trainer.precision=bf16",
+                "trainer.precision = \"bf16\" (from --set): expected one of high, w4a16, w4a4",
+            ),
+            (
+                "rollout.precision=nvfp4",
+                "rollout.precision = \"nvfp4\" (from --set): expected one of high",
+            ),
+            (
+                "rollout.temperature=0",
+                "rollout.temperature = 0.0 (from --set): expected a number, above 0",
+            ),
+            (
+                "rollout.max_new_tokens=4",
+                "rollout.max_new_tokens = 4 (from --set): expected at least 5",
+            ),
+            (
+                "rac.fraction=0",
+                "rac.fraction = 0.0 (from --set): expected a number, above 0, at most 1",
+            ),
+            (
+                "task.addition.weight=0",
+                "task.addition.weight = 0.0 (from --set): expected a weight above 0 for at least one",
+            ),
+            (
+                "task.addition.digits=10",
+                "task.addition.digits = 10 (from --set): expected 1 to 9",
+            ),
+            (
+                "task.modular.operations=+/",
+                "task.modular.operations = \"+/\" (from --set): expected one or more of + - *",
+            ),
+            (
+                "task.train_problems=8",
+                "task.train_problems = 8 (from --set): expected at least grpo.prompts_per_step = 32",
+            ),
+            ("model.head_dim=15", "model.head_dim = 15 (from --set): expected"),
+            ("model.hidden_size=72", "model.hidden_size = 72 (from --set): expected"),
+            (
+                "model.num_experts_per_tok=5",
+                "model.num_experts_per_tok = 5 (from --set): expected",
+            ),
+        ] {
+            let error = load(&[assignment]).expect_err(assignment).to_string();
+            assert!(error.starts_with(expected), "{assignment}: {error}");
+        }
+    }
+
+    #[test]
+    fn the_fingerprint_lets_a_run_be_moved_and_prolonged_only() {
+        let of = |assignments: &[&str]| load(assignments).unwrap().fingerprint;
+        let default = of(&[]);
+        assert_eq!(
+            of(&["grpo.steps=9", "checkpoint.keep=1", "run.name=x", "run.directory=/tmp"]),
+            default
+        );
+        assert_ne!(of(&["run.seed=2"]), default);
+        assert_ne!(of(&["trainer.learning_rate=1e-3"]), default);
+    }
+}

@@ -1,0 +1,72 @@
+//! What a run says while it is under way: a bar on a terminal, plain lines elsewhere.
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::{io::IsTerminal, time::Duration};
+
+/// Lines of a stage that is not watched on a terminal.
+const PLAIN_LINES: usize = 20;
+
+/// Progress of one stage.
+#[derive(Debug)]
+pub struct Progress {
+    bar: ProgressBar,
+    stage: &'static str,
+    total: usize,
+    /// Steps between two plain lines; absent on a terminal.
+    plain_every: Option<usize>,
+}
+
+impl Progress {
+    /// A stage of `total` steps, `done` of which are behind.
+    pub fn new(stage: &'static str, done: usize, total: usize) -> Self {
+        let terminal = std::io::stderr().is_terminal();
+        let target = if terminal {
+            ProgressDrawTarget::stderr()
+        } else {
+            ProgressDrawTarget::hidden()
+        };
+        let bar = ProgressBar::with_draw_target(Some(total as u64), target);
+        let template = "{prefix:<8} {bar:24.cyan/dim} {pos:>4}/{len}  {msg}  {eta_precise:.dim} left";
+        bar.set_style(
+            ProgressStyle::with_template(template)
+                .expect("a fixed template")
+                .progress_chars("━╸─"),
+        );
+        bar.set_prefix(stage);
+        bar.set_position(done as u64);
+        bar.reset_eta();
+        if terminal {
+            bar.enable_steady_tick(Duration::from_millis(500));
+        }
+        Self {
+            bar,
+            stage,
+            total,
+            plain_every: (!terminal).then(|| total.div_ceil(PLAIN_LINES).max(1)),
+        }
+    }
+
+    /// Step `step` is done.
+    pub fn step(&self, step: usize, message: String) {
+        if self
+            .plain_every
+            .is_some_and(|every| step.is_multiple_of(every) || step == self.total)
+        {
+            eprintln!("{:<8} {step:>4}/{}  {message}", self.stage, self.total);
+        }
+        self.bar.set_position(step as u64);
+        self.bar.set_message(message);
+    }
+
+    /// A line above the bar.
+    pub fn say(&self, line: &str) {
+        match self.plain_every {
+            Some(_) => eprintln!("{line}"),
+            None => self.bar.suspend(|| eprintln!("{line}")),
+        }
+    }
+
+    /// The stage is over; its bar goes.
+    pub fn finish(self) {
+        self.bar.finish_and_clear();
+    }
+}

@@ -1,0 +1,371 @@
+//! GRPO on quantized rollouts: sample, reward, learn, pack the new weights.
+use anyhow::{Context, Result};
+use burn::module::AutodiffModule;
+use burn_nvfp4::Precision;
+use burn_quads::{
+    calibrate::ResidualMasks,
+    grpo::{Learner, RolloutBatch},
+    mismatch::Decomposition,
+    sync::sync,
+};
+use std::time::Instant;
+
+use crate::{
+    backend::{Policy, Sampler, Trainer},
+    checkpoints::Checkpoint,
+    config::Config,
+    gap::token_log_probs,
+    metrics::{HELD_OUT, HELD_OUT_GREEDY, MetricsLine, Position},
+    problems::Problems,
+    progress::Progress,
+    results::{Accuracy, nats, percent},
+    sampling::Rollouts,
+    seeds,
+    session::{Session, Snapshot, Stage, calibrate, needs_masks, read_optimizer, read_policy},
+    warmup::Warm,
+};
+
+/// The learner of this stage.
+pub type GrpoLearner = Learner<Trainer, Policy>;
+
+/// A policy that is trained by GRPO, with its packed copy.
+pub struct Reinforced {
+    /// The policy and its optimizer.
+    pub learner: GrpoLearner,
+    /// The rollout's model.
+    pub sampler: Sampler,
+    /// Residual masks, where a precision needs them.
+    pub masks: Option<ResidualMasks>,
+    /// Which layers are packed, as a table.
+    pub audit: String,
+    /// Steps that the warm-up took.
+    pub warmup_steps: usize,
+    step: usize,
+}
+
+impl Reinforced {
+    /// Begins with a policy that is warm.
+    pub fn begin(config: &Config, problems: &Problems, warm: Warm) -> Result<Self> {
+        let wanted = needs_masks(&config.learner.precision) || needs_masks(&config.rollout.precision);
+        let masks = wanted.then(|| calibrate(config, problems, &warm.policy)).transpose()?;
+        let policy = in_training(config, warm.policy, masks.as_ref())?;
+        Self::new(config, Learner::new(policy, config.learner.grpo)?, masks, warm.steps, 0)
+    }
+
+    /// Goes on from a checkpoint; `first` is that of step 0, which the KL term refers to.
+    pub fn resume(config: &Config, problems: &Problems, checkpoint: &Checkpoint, first: &Checkpoint) -> Result<Self> {
+        let state = &checkpoint.state;
+        let step = match state.position {
+            Position::Grpo(step) => step,
+            Position::Warmup(_) => 0,
+        };
+        let (policy, masks) = read_policy(config, problems, checkpoint)?;
+        let optimizer = read_optimizer(config.learner.grpo.optimizer.init(), &policy, checkpoint)?;
+        let mut learner = Learner::new(in_training(config, policy, masks.as_ref())?, config.learner.grpo)?;
+        learner.restore(optimizer, step, state.skipped);
+        if config.learner.grpo.loss.beta > 0.0 {
+            let (reference, masks) = read_policy(config, problems, first)?;
+            learner.set_reference(in_training(config, reference, masks.as_ref())?.valid());
+        }
+        Self::new(config, learner, masks, state.warmup_steps, step)
+    }
+
+    fn new(
+        config: &Config,
+        learner: GrpoLearner,
+        masks: Option<ResidualMasks>,
+        warmup_steps: usize,
+        step: usize,
+    ) -> Result<Self> {
+        let (sampler, audit) = sync(learner.model(), &config.rollout.precision, masks.as_ref())?;
+        Ok(Self {
+            learner,
+            sampler,
+            masks,
+            audit: audit.to_string(),
+            warmup_steps,
+            step,
+        })
+    }
+
+    /// Trains until the last step, or until somebody wants it to stop. Leaves a checkpoint either way.
+    pub fn train(&mut self, session: &mut Session<'_>) -> Result<Stage<()>> {
+        let config = session.config;
+        let steps = config.learner.steps;
+        let every = |period: usize, step: usize| step == steps || (period > 0 && step.is_multiple_of(period));
+        let progress = Progress::new("GRPO", self.step, steps);
+        let mut held_out = None;
+        let mut warned = false;
+        if self.step == 0 {
+            let mut line = MetricsLine::new(Position::Grpo(0));
+            let (accuracy, seconds) = self.evaluate(session)?;
+            push_evaluation(&mut line, Some(accuracy));
+            line.push("time/eval_s", seconds);
+            session.record(&line)?;
+            session.save(&self.snapshot())?;
+            held_out = Some(accuracy.sampled);
+        }
+        while self.step < steps {
+            let mut line = MetricsLine::new(Position::Grpo(self.step + 1));
+            let times = self.one_step(session, &mut line, &progress, &mut warned)?;
+            let evaluation = every(config.eval.every, self.step)
+                .then(|| self.evaluate(session))
+                .transpose()?;
+            push_evaluation(&mut line, evaluation.map(|(accuracy, _)| accuracy));
+            times.push_to(&mut line, evaluation.map(|(_, seconds)| seconds));
+            session.record(&line)?;
+
+            held_out = evaluation.map(|(accuracy, _)| accuracy.sampled).or(held_out);
+            let number = |name: &str| line.get(name).unwrap_or(f64::NAN);
+            let (reward, gap) = (number("reward/mean"), number("sampling/sampling_logp_difference/mean"));
+            let held_out = held_out.map_or("-".into(), percent);
+            progress.step(
+                self.step,
+                format!("reward {reward:.2}  held-out {held_out}  gap {}", nats(gap)),
+            );
+
+            let stop = self.step < steps && session.stop_after(Position::Grpo(self.step));
+            if stop || every(config.checkpoint.every, self.step) {
+                session.save(&self.snapshot())?;
+            }
+            if stop {
+                progress.finish();
+                return Ok(Stage::Stopped(Position::Grpo(self.step)));
+            }
+        }
+        progress.finish();
+        Ok(Stage::Done(()))
+    }
+
+    /// Samples, learns, packs; adds all that was measured to `line`, but for evaluation and times.
+    fn one_step(
+        &mut self,
+        session: &mut Session<'_>,
+        line: &mut MetricsLine,
+        progress: &Progress,
+        warned: &mut bool,
+    ) -> Result<Times> {
+        let (config, problems, step) = (session.config, session.problems, self.step + 1);
+        let group_size = config.learner.grpo.group_size;
+        let mut times = Times::start();
+
+        let prompts = problems.batch(self.next_problem(config), config.learner.prompts_per_step);
+        let grouped: Vec<_> = prompts
+            .iter()
+            .flat_map(|problem| std::iter::repeat_n(*problem, group_size))
+            .collect();
+        let seed = seeds::seed(config.run.seed, "rollout", step as u64);
+        let rollouts = session.sampling.rollouts(&self.sampler, &grouped, seed)?;
+        let tokens = rollouts.tokens();
+        times.rollout = times.lap();
+
+        // The decomposition needs the rollout's weights as they were, so their log-probs come before the update.
+        let decompose = config.mismatch.decompose_every;
+        let scored = match decompose > 0 && step.is_multiple_of(decompose) {
+            true => self.score_rollout(config, &rollouts)?,
+            false => None,
+        };
+        let batch = batch(rollouts, group_size);
+        let output = self.learner.step(&batch).context("GRPO")?;
+        self.step = step;
+        times.train = times.lap();
+
+        let recalibrate = config.rac.recalibrate_every;
+        if self.masks.is_some() && recalibrate > 0 && step.is_multiple_of(recalibrate) {
+            self.recalibrate(config, problems)?;
+        }
+        (self.sampler, _) = sync(self.learner.model(), &config.rollout.precision, self.masks.as_ref())?;
+        times.sync = times.lap();
+
+        line.push(
+            "data/epoch",
+            self.next_problem(config) as f64 / problems.training.len() as f64,
+        );
+        line.extend(&output.metrics);
+        match scored {
+            Some((weights, precision)) => {
+                let trainer = output.old_log_probs.concat();
+                let engine = batch.rollout_log_probs.concat();
+                line.extend(&Decomposition::new(&trainer, &weights, &precision, &engine).metrics());
+            }
+            None => line.extend_unmeasured(&Decomposition::default().metrics()),
+        }
+        if !*warned
+            && config.mismatch.warn_above > 0.0
+            && let Some(warning) = output.mismatch.warning(config.mismatch.warn_above)
+        {
+            *warned = true;
+            progress.say(&format!("Warning, step {step}: {warning}"));
+        }
+        times.tokens = tokens;
+        Ok(times)
+    }
+
+    /// Log-probs of the rollout's tokens under its weights: with the trainer's activations, and with its own. `None` when
+    /// no precision has these weights with those activations.
+    fn score_rollout(&self, config: &Config, rollouts: &Rollouts) -> Result<Option<(Vec<f32>, Vec<f32>)>> {
+        let Some(mixed) = weights_and_activations(&config.rollout.precision, &config.learner.precision) else {
+            return Ok(None);
+        };
+        let temperature = config.rollout.temperature as f32;
+        let (packed, _) = sync(self.learner.model(), &mixed, self.masks.as_ref())?;
+        Ok(Some((
+            token_log_probs(&packed, rollouts, temperature),
+            token_log_probs(&self.sampler, rollouts, temperature),
+        )))
+    }
+
+    fn recalibrate(&mut self, config: &Config, problems: &Problems) -> Result<()> {
+        let masks = calibrate(config, problems, self.learner.model())?;
+        if needs_masks(&config.learner.precision) {
+            let policy = self.learner.model().clone().with_residual_masks(&masks)?;
+            let mut learner = Learner::new(policy, config.learner.grpo)?;
+            learner.restore(
+                self.learner.optimizer().clone(),
+                self.learner.steps(),
+                self.learner.skipped_steps(),
+            );
+            if let Some(reference) = self.learner.reference() {
+                learner.set_reference(reference.clone());
+            }
+            self.learner = learner;
+        }
+        self.masks = Some(masks);
+        Ok(())
+    }
+
+    /// Accuracy on the held-out problems in the rollout's precision, and the seconds it took.
+    fn evaluate(&self, session: &mut Session<'_>) -> Result<(Accuracy, f64)> {
+        let started = Instant::now();
+        let accuracy = session.sampling.accuracy(&self.sampler, &session.problems.held_out)?;
+        Ok((accuracy, started.elapsed().as_secs_f64()))
+    }
+
+    fn snapshot(&self) -> Snapshot<'_> {
+        Snapshot {
+            position: Position::Grpo(self.step),
+            policy: self.learner.model(),
+            optimizer: self.learner.optimizer(),
+            skipped: self.learner.skipped_steps(),
+            masks: self.masks.as_ref(),
+            warmup_steps: self.warmup_steps,
+        }
+    }
+
+    /// The training problem that the next step begins with.
+    fn next_problem(&self, config: &Config) -> u64 {
+        self.step as u64 * config.learner.prompts_per_step as u64
+    }
+}
+
+/// A policy with its masks, in the trainer's precision.
+fn in_training(config: &Config, mut policy: Policy, masks: Option<&ResidualMasks>) -> Result<Policy> {
+    if let Some(masks) = masks {
+        policy = policy.with_residual_masks(masks)?;
+    }
+    Ok(policy.with_precision(config.learner.precision.clone())?)
+}
+
+fn batch(rollouts: Rollouts, group_size: usize) -> RolloutBatch {
+    let mut batch = RolloutBatch {
+        group: (0..rollouts.prompts.len()).map(|row| row / group_size).collect(),
+        truncated: rollouts.truncated(),
+        prompts: rollouts.prompts,
+        rewards: rollouts.rewards,
+        ..RolloutBatch::default()
+    };
+    let mut routing = Vec::new();
+    for completion in rollouts.completions {
+        batch.completions.push(completion.tokens);
+        batch.rollout_log_probs.push(completion.log_probs);
+        routing.extend(completion.expert_ids);
+    }
+    batch.expert_ids = (!routing.is_empty()).then_some(routing);
+    batch
+}
+
+/// The precision with the weights of one and the activations of another, if there is one.
+fn weights_and_activations(weights: &Precision, activations: &Precision) -> Option<Precision> {
+    let full = matches!(activations, Precision::High | Precision::W4A16);
+    match (weights, activations) {
+        (Precision::High, _) => full.then_some(Precision::High),
+        (Precision::Fp8, _) => (*activations == Precision::Fp8).then_some(Precision::Fp8),
+        (_, Precision::Fp8) => None,
+        (_, _) if full => Some(Precision::W4A16),
+        (_, _) => Some(activations.clone()),
+    }
+}
+
+fn push_evaluation(line: &mut MetricsLine, accuracy: Option<Accuracy>) {
+    line.push(HELD_OUT, accuracy.map(|accuracy| accuracy.sampled));
+    line.push(HELD_OUT_GREEDY, accuracy.map(|accuracy| accuracy.greedy));
+}
+
+/// Where the time of a step went, in seconds.
+struct Times {
+    last: Instant,
+    rollout: f64,
+    train: f64,
+    sync: f64,
+    tokens: usize,
+}
+
+impl Times {
+    fn start() -> Self {
+        Self {
+            last: Instant::now(),
+            rollout: 0.0,
+            train: 0.0,
+            sync: 0.0,
+            tokens: 0,
+        }
+    }
+
+    /// Seconds since the last lap.
+    fn lap(&mut self) -> f64 {
+        let now = Instant::now();
+        let seconds = (now - self.last).as_secs_f64();
+        self.last = now;
+        seconds
+    }
+
+    fn push_to(&self, line: &mut MetricsLine, evaluation: Option<f64>) {
+        line.push("time/step_s", self.rollout + self.train + self.sync);
+        line.push("time/rollout_s", self.rollout);
+        line.push("time/train_s", self.train);
+        line.push("time/sync_s", self.sync);
+        line.push("time/eval_s", evaluation);
+        let tokens = self.tokens as f64;
+        line.push("perf/rollout_tokens_per_s", tokens / self.rollout);
+        line.push("perf/train_tokens_per_s", tokens / self.train);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn_nvfp4::Rac;
+
+    #[test]
+    fn the_decomposition_mixes_what_can_be_mixed() {
+        use Precision::{Fp8, High, W4A4, W4A4Rac, W4A16};
+        let rac = W4A4Rac(Rac::default());
+        for (weights, activations, mixed) in [
+            (&rac, &W4A16, Some(W4A16)),
+            (&W4A4, &High, Some(W4A16)),
+            (&rac, &W4A4, Some(W4A4)),
+            (&W4A4, &rac, Some(rac.clone())),
+            (&High, &W4A16, Some(High)),
+            (&Fp8, &Fp8, Some(Fp8)),
+            (&Fp8, &High, None),
+            (&High, &W4A4, None),
+            (&W4A4, &Fp8, None),
+        ] {
+            assert_eq!(
+                weights_and_activations(weights, activations),
+                mixed,
+                "{weights} with {activations}"
+            );
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! What all stages of a run share: settings, problems, files, the clock; and how a state of the run is saved and read.
+use anyhow::{Result, bail};
+use burn::{
+    module::{AutodiffModule, Module, ModuleMapper, Param},
+    tensor::Tensor,
+};
+use burn_nvfp4::Precision;
+use burn_quads::{
+    calibrate::{Calibrator, ResidualMasks},
+    checkpoint,
+    grpo::{AdamWOptimizer, SkippedSteps},
+};
+use kernels_cubecl::Selection;
+use std::{path::PathBuf, time::Instant};
+
+use crate::{
+    atomic_write::write_atomically,
+    backend::{Policy, Trainer},
+    checkpoints::{Checkpoint, Checkpoints, RunState},
+    config::Config,
+    metrics::{MetricsFile, MetricsLine, Position},
+    optimizer_state,
+    problems::Problems,
+    run_folder::RunFolder,
+    sampling::Sampling,
+    seeds,
+};
+
+const MODEL: &str = "model.safetensors";
+const MODEL_CONFIG: &str = "config.json";
+const OPTIMIZER: &str = "optimizer.safetensors";
+const MASKS: &str = "residual_masks.safetensors";
+
+/// The optimizer of both stages.
+pub type Optimizer = AdamWOptimizer<Trainer, Policy>;
+
+/// A run under way.
+pub struct Session<'a> {
+    /// Its settings.
+    pub config: &'a Config,
+    /// Its folder.
+    pub folder: &'a RunFolder,
+    /// Its problems.
+    pub problems: &'a Problems,
+    /// The rollout engine.
+    pub sampling: Sampling,
+    /// Its checkpoints.
+    pub checkpoints: Checkpoints,
+    metrics: MetricsFile,
+    stop: &'a dyn Fn(Position) -> bool,
+    started: Instant,
+    elapsed_before: f64,
+}
+
+/// A policy with all that decides its next step, beside the settings.
+pub struct Snapshot<'a> {
+    /// Where it is.
+    pub position: Position,
+    /// The model: f32 masters.
+    pub policy: &'a Policy,
+    /// Its optimizer.
+    pub optimizer: &'a Optimizer,
+    /// Updates left out so far.
+    pub skipped: SkippedSteps,
+    /// Residual masks, once calibrated.
+    pub masks: Option<&'a ResidualMasks>,
+    /// Steps that the warm-up has taken.
+    pub warmup_steps: usize,
+}
+
+/// A stage that ran to its end, or was stopped on the way.
+pub enum Stage<T> {
+    /// To its end.
+    Done(T),
+    /// Stopped after this step, and saved.
+    Stopped(Position),
+}
+
+impl<'a> Session<'a> {
+    /// Opens the run's files at a position; `elapsed_before` is the time that earlier processes spent on it.
+    pub fn open(
+        config: &'a Config,
+        folder: &'a RunFolder,
+        problems: &'a Problems,
+        position: Position,
+        elapsed_before: f64,
+        stop: &'a dyn Fn(Position) -> bool,
+    ) -> Result<Self> {
+        Ok(Self {
+            sampling: Sampling::new(config, problems)?,
+            checkpoints: Checkpoints::new(folder.checkpoints()),
+            metrics: MetricsFile::open(&folder.metrics(), position)?,
+            config,
+            folder,
+            problems,
+            stop,
+            started: Instant::now(),
+            elapsed_before,
+        })
+    }
+
+    /// Wall time of the run, in seconds.
+    pub fn elapsed(&self) -> f64 {
+        self.elapsed_before + self.started.elapsed().as_secs_f64()
+    }
+
+    /// Whether the run shall stop after a step.
+    pub fn stop_after(&self, position: Position) -> bool {
+        (self.stop)(position)
+    }
+
+    /// Adds a line to `metrics.jsonl`.
+    pub fn record(&mut self, line: &MetricsLine) -> Result<()> {
+        self.metrics.write(line)
+    }
+
+    /// Saves a checkpoint, and removes those that are no longer wanted.
+    pub fn save(&self, snapshot: &Snapshot<'_>) -> Result<PathBuf> {
+        let state = RunState {
+            position: snapshot.position,
+            config_fingerprint: self.config.fingerprint.clone(),
+            skipped: snapshot.skipped,
+            warmup_steps: snapshot.warmup_steps,
+            elapsed_s: self.elapsed(),
+        };
+        let path = self.checkpoints.save(&state, |folder| {
+            checkpoint::save(snapshot.policy, &folder.join(MODEL))?;
+            write_atomically(
+                &folder.join(MODEL_CONFIG),
+                snapshot.policy.config().to_json().as_bytes(),
+            )?;
+            optimizer_state::save(snapshot.optimizer, snapshot.policy, &folder.join(OPTIMIZER))?;
+            if let Some(masks) = snapshot.masks {
+                masks.save(&folder.join(MASKS))?;
+            }
+            Ok(())
+        })?;
+        self.checkpoints.prune(self.config.checkpoint.keep)?;
+        Ok(path)
+    }
+}
+
+/// The policy of a run before its first step.
+pub fn fresh_policy(config: &Config, problems: &Problems) -> Policy {
+    let longest = problems.mixture.max_prompt_tokens() + config.rollout.max_new_tokens;
+    let config_of_model = config.model.for_vocabulary(problems.vocabulary.len(), longest);
+    let policy = config_of_model.init_seeded(seeds::seed(config.run.seed, "weights", 0), &Default::default());
+    policy.map(&mut Gain {
+        module: Vec::new(),
+        gain: config.model.init_gain,
+    })
+}
+
+/// Multiplies the matrices; the embedding and the norms stay as they are.
+struct Gain {
+    module: Vec<String>,
+    gain: f64,
+}
+
+impl ModuleMapper<Trainer> for Gain {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.module.push(name.into());
+    }
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.module.pop();
+    }
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<Trainer, D>>) -> Param<Tensor<Trainer, D>> {
+        let embedding = self.module.iter().any(|name| name == "embed_tokens");
+        match D == 1 || embedding {
+            true => param,
+            false => param.map(|weight| Tensor::from_inner(weight.inner() * self.gain).require_grad()),
+        }
+    }
+}
+
+/// The policy of a checkpoint, with its residual masks.
+pub fn read_policy(
+    config: &Config,
+    problems: &Problems,
+    checkpoint: &Checkpoint,
+) -> Result<(Policy, Option<ResidualMasks>)> {
+    let policy = checkpoint::load(fresh_policy(config, problems), &checkpoint.path.join(MODEL))?;
+    let masks = checkpoint.path.join(MASKS);
+    let masks = masks.exists().then(|| ResidualMasks::load(&masks)).transpose()?;
+    Ok((policy, masks))
+}
+
+/// The optimizer of a checkpoint, for the policy read from it.
+pub fn read_optimizer(fresh: Optimizer, policy: &Policy, checkpoint: &Checkpoint) -> Result<Optimizer> {
+    optimizer_state::load(fresh, policy, &checkpoint.path.join(OPTIMIZER))
+}
+
+/// The newest whole checkpoint of a run that belongs to its settings. Damaged ones are named on the way.
+pub fn newest_checkpoint(folder: &RunFolder, config: &Config) -> Result<Checkpoint> {
+    let (newest, damaged) = Checkpoints::new(folder.checkpoints()).newest()?;
+    for checkpoint in &damaged {
+        eprintln!(
+            "Damaged, not used: {} ({})",
+            checkpoint.path.display(),
+            checkpoint.reason
+        );
+    }
+    let Some(checkpoint) = newest else {
+        bail!(
+            "{} has no checkpoint to go on from: start a new run with --config {}",
+            folder.path().display(),
+            folder.config().display()
+        );
+    };
+    check_fingerprint(folder, config, &checkpoint)?;
+    Ok(checkpoint)
+}
+
+/// Refuses a checkpoint of other settings.
+pub fn check_fingerprint(folder: &RunFolder, config: &Config, checkpoint: &Checkpoint) -> Result<()> {
+    if checkpoint.state.config_fingerprint != config.fingerprint {
+        bail!(
+            "{} is not the one that this run was made with: undo the changes, or start a new run with --config {}",
+            folder.config().display(),
+            folder.config().display()
+        );
+    }
+    Ok(())
+}
+
+/// Whether a precision compensates calibrated channels.
+pub fn needs_masks(precision: &Precision) -> bool {
+    matches!(precision, Precision::W4A4Rac(rac) if rac.selection == Selection::Calibrated)
+}
+
+/// Residual masks of a policy, calibrated on training problems with their answers.
+pub fn calibrate(config: &Config, problems: &Problems, policy: &Policy) -> Result<ResidualMasks> {
+    let rac = config.rac.rac;
+    let mut sequences = Vec::new();
+    for problem in problems.training.iter().take(config.rac.calibration_prompts) {
+        let mut sequence = problems.vocabulary.encode_prompt(&problem.prompt)?;
+        sequence.extend(problems.vocabulary.encode(&problem.answer)?);
+        sequences.push(sequence);
+    }
+    // As the rollout's matmuls see them: 4-bit weights upstream.
+    let model = policy.clone().valid().with_precision(Precision::W4A16)?;
+    let mut calibrator = Calibrator::new(&model);
+    calibrator.run(&sequences, 256);
+    Ok(calibrator.masks(rac.granularity, rac.fraction)?)
+}
