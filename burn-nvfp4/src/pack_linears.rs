@@ -216,7 +216,10 @@ impl PackLinears {
         let survey = self.survey.get_or_insert_default();
         if in_group {
             let amax = B::with_floats(&weight.dense(), kernels_cubecl::amax);
-            survey.amax.insert(path.clone(), amax);
+            // An infinity is the error of its own layer, when that is packed.
+            if amax.is_finite() {
+                survey.amax.insert(path.clone(), amax);
+            }
         }
         survey.linears.push(path);
     }
@@ -410,10 +413,10 @@ impl<B: PackableBackend> ModuleMapper<B> for PackLinears {
         self.trail.pop();
     }
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let Some(path) = self.linear() else {
-            return param;
-        };
         let (id, tensor, mapper) = param.consume();
+        let Some(path) = self.linear() else {
+            return Param::from_mapped_value(id, tensor, mapper);
+        };
         let weight = B::to_nvfp4(tensor.clone()).into_primitive().tensor();
         match self.pack_layer(&path, weight) {
             Some(weight) => {

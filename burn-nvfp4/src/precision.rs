@@ -271,3 +271,80 @@ impl<'de> Deserialize<'de> for Precision {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: [Precision; 7] = [
+        Precision::High,
+        Precision::W4A16,
+        Precision::W4A4,
+        Precision::W4A4Rac(Rac {
+            selection: Selection::All,
+            granularity: Granularity::Channel,
+            fraction: 0.5,
+        }),
+        Precision::W4A4Rac(Rac {
+            selection: Selection::PerToken,
+            granularity: Granularity::Block64,
+            fraction: 0.25,
+        }),
+        Precision::W4A4Rac(Rac {
+            selection: Selection::Calibrated,
+            granularity: Granularity::Block16,
+            fraction: 1.0,
+        }),
+        Precision::Fp8,
+    ];
+
+    #[test]
+    fn text_round_trips() {
+        for precision in ALL {
+            assert_eq!(precision.to_string().parse(), Ok(precision.clone()), "{precision}");
+        }
+        let names: Vec<String> = ALL.iter().map(ToString::to_string).collect();
+        assert_eq!(names[..4], ["high", "w4a16", "w4a4", "w4a4_rac"]);
+        assert_eq!(names[4], "w4a4_rac(per_token, block64, 0.25)");
+        for wrong in [
+            "",
+            "W4A4",
+            "w4a4_rac()",
+            "w4a4_rac(all, channel)",
+            "w4a4_rac(all, channel, 0)",
+            "bf16",
+        ] {
+            let error = wrong.parse::<Precision>().unwrap_err().to_string();
+            assert!(
+                error.starts_with(&format!("unknown precision `{wrong}`: expected high, w4a16")),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_share_of_channels_is_checked() {
+        let rac = |fraction| {
+            Precision::W4A4Rac(Rac {
+                selection: Selection::PerToken,
+                fraction,
+                ..Rac::default()
+            })
+        };
+        for fraction in [0.0, -0.5, 1.5, f32::NAN] {
+            assert!(
+                matches!(rac(fraction).activation(None), Err(PackError::Fraction { .. })),
+                "{fraction}"
+            );
+        }
+        assert!(rac(1.0).activation(None).is_ok());
+    }
+
+    #[test]
+    fn schemes_name_formats() {
+        for format in [WeightFormat::Nvfp4, WeightFormat::Fp8] {
+            assert_eq!(WeightFormat::from_scheme(&format.scheme()), Some(format));
+        }
+        assert_eq!(WeightFormat::from_scheme(&QuantScheme::default()), None);
+    }
+}

@@ -25,10 +25,11 @@ delegate! {
                 Nvfp4Tensor::Packed(weight) => Nvfp4Tensor::Packed(weight.to_device(device)),
             }
         }
+        /// Another type rounds the values, so only a cast to its own type leaves a weight packed.
         fn float_cast(tensor: Nvfp4Tensor<B>, dtype: FloatDType) -> Nvfp4Tensor<B> {
             match tensor {
-                Nvfp4Tensor::Dense(tensor) => Nvfp4Tensor::Dense(B::float_cast(tensor, dtype)),
-                Nvfp4Tensor::Packed(weight) => Nvfp4Tensor::Packed(weight.with_dtype(dtype)),
+                Nvfp4Tensor::Packed(weight) if weight.dtype() == dtype => Nvfp4Tensor::Packed(weight),
+                tensor => Nvfp4Tensor::Dense(B::float_cast(tensor.dense(), dtype)),
             }
         }
         fn float_matmul(lhs: Nvfp4Tensor<B>, rhs: Nvfp4Tensor<B>) -> Nvfp4Tensor<B> {

@@ -196,6 +196,10 @@ impl<B: Nvfp4Backend> QTensorOps<Self> for Nvfp4<B> {
     fn dequantize(tensor: Nvfp4QTensor<B>, dtype: FloatDType) -> Nvfp4Tensor<B> {
         match tensor {
             Nvfp4QTensor::Inner(tensor) => Nvfp4Tensor::Dense(B::dequantize(tensor, dtype)),
+            Nvfp4QTensor::Lazy {
+                tensor: Nvfp4Tensor::Packed(weight),
+                ..
+            } => Nvfp4Tensor::Packed(weight.with_dtype(dtype)),
             Nvfp4QTensor::Lazy { tensor, .. } if tensor.dtype() == dtype.into() => tensor,
             Nvfp4QTensor::Lazy { tensor, .. } => Self::float_cast(tensor, dtype),
         }
