@@ -309,10 +309,12 @@ impl PackLinears {
 impl Drop for PackLinears {
     fn drop(&mut self) {
         let used = !self.audit.layers.is_empty();
-        if used && !self.finished && !std::thread::panicking() {
-            if let Err(error) = self.find_path_error() {
-                panic!("{error}");
-            }
+        if used
+            && !self.finished
+            && !std::thread::panicking()
+            && let Err(error) = self.find_path_error()
+        {
+            panic!("{error}");
         }
     }
 }

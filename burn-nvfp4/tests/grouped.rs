@@ -36,8 +36,8 @@ fn separately(x: &T<2>, weight: &T<3>, group: &[i32]) -> Vec<u32> {
     for (g, count) in group.iter().enumerate() {
         let end = start + *count as usize;
         if end > start {
-            let w = weight.clone().slice([g..g + 1]).squeeze_dim::<2>(0);
-            all.extend(bits(&x.clone().slice([start..end]).matmul(w)));
+            let w = weight.clone().slice(g..g + 1).squeeze_dim::<2>(0);
+            all.extend(bits(&x.clone().slice(start..end).matmul(w)));
         }
         start = end;
     }
@@ -55,14 +55,14 @@ fn dense_groups_are_separate_matmuls() {
             "{group:?}"
         );
     }
-    let none = dense(x.clone().slice([0..0]), weight, &[0, 0, 0, 0]);
+    let none = dense(x.clone().slice(0..0), weight, &[0, 0, 0, 0]);
     assert_eq!(none.dims(), [0, 10]);
 }
 
 #[test]
 fn dense_groups_of_views() {
-    let x = tensor::<Flex, 2>(3, [20, 14]).transpose().slice([2..14]);
-    let weight = tensor::<Flex, 3>(4, [10, 20, 5]).permute([2, 1, 0]).slice([1..5]);
+    let x = tensor::<Flex, 2>(3, [20, 14]).transpose().slice(2..14);
+    let weight = tensor::<Flex, 3>(4, [10, 20, 5]).permute([2, 1, 0]).slice(1..5);
     let group = [2, 6, 0, 4];
     assert_eq!(
         bits(&dense(x.clone(), weight.clone(), &group)),
@@ -107,16 +107,16 @@ fn packed_groups_are_separate_products() {
             let mut expected = Vec::new();
             let mut start = 0;
             for (g, count) in group.into_iter().enumerate() {
-                let own = weight.clone().slice([g..g + 1]).squeeze_dim::<2>(0);
+                let own = weight.clone().slice(g..g + 1).squeeze_dim::<2>(0);
                 let own = Flex::pack_weight(primitive(own), WeightFormat::Nvfp4, None).unwrap();
                 let own = own.with_activation(activation.clone()).unwrap();
-                let rows = x.clone().slice([start..start + count as usize]);
+                let rows = x.clone().slice(start..start + count as usize);
                 expected.extend(product(&values(&rows), &own).into_iter().map(f32::to_bits));
                 start += count as usize;
             }
             assert_eq!(y, expected, "{activation:?}, {group:?}");
         }
-        assert_eq!(packed(x.clone().slice([0..0]), &stack, &[0, 0, 0, 0]).dims(), [0, 10]);
+        assert_eq!(packed(x.clone().slice(0..0), &stack, &[0, 0, 0, 0]).dims(), [0, 10]);
     }
 }
 

@@ -119,8 +119,8 @@ fn strided_and_offset_input() {
     let copied = Tensor::<B, 3>::from_data(strided.to_data(), &Default::default());
     assert_eq!(bits(&layer.forward(strided)), bits(&layer.forward(copied)));
     let x = tensor::<B, 2>(6, [9, 32]);
-    let offset = layer.forward(x.clone().slice([3..7]));
-    assert_eq!(bits(&offset), bits(&layer.forward(x).slice([3..7])));
+    let offset = layer.forward(x.clone().slice(3..7));
+    assert_eq!(bits(&offset), bits(&layer.forward(x).slice(3..7)));
 }
 
 #[test]
@@ -148,13 +148,13 @@ fn a_row_depends_on_no_other_row() {
         let layer = packed(layer(64, 24, true), &precision);
         let x = tensor::<B, 2>(8, [7, 64]);
         let all = layer.forward(x.clone());
-        let scaled = x.clone().slice_assign([0..1], x.clone().slice([0..1]) * 1e4);
+        let scaled = x.clone().slice_assign(0..1, x.clone().slice(0..1) * 1e4);
         for row in 1..7 {
-            let one = bits(&layer.forward(x.clone().slice([row..row + 1])));
-            assert_eq!(one, bits(&all.clone().slice([row..row + 1])), "{precision}");
+            let one = bits(&layer.forward(x.clone().slice(row..row + 1)));
+            assert_eq!(one, bits(&all.clone().slice(row..row + 1)), "{precision}");
             assert_eq!(
                 one,
-                bits(&layer.forward(scaled.clone()).slice([row..row + 1])),
+                bits(&layer.forward(scaled.clone()).slice(row..row + 1)),
                 "{precision}"
             );
         }
@@ -168,11 +168,11 @@ fn a_row_with_nan_or_infinity_is_nan_and_alone() {
         let x = tensor::<B, 2>(9, [3, 32]);
         let clean = layer.forward(x.clone());
         let y = layer.forward(x.slice_assign([1..2, 4..5], Tensor::full([1, 1], bad, &Default::default())));
-        assert!(values(&y.clone().slice([1..2])).iter().all(|y| y.is_nan()), "{bad}");
+        assert!(values(&y.clone().slice(1..2)).iter().all(|y| y.is_nan()), "{bad}");
         for row in [0, 2] {
             assert_eq!(
-                bits(&y.clone().slice([row..row + 1])),
-                bits(&clean.clone().slice([row..row + 1])),
+                bits(&y.clone().slice(row..row + 1)),
+                bits(&clean.clone().slice(row..row + 1)),
                 "{bad}"
             );
         }
@@ -229,7 +229,7 @@ fn a_stack_of_weights_multiplies_group_by_group() {
     let y = x.clone().matmul(packed.clone().unsqueeze());
     let broadcast = x.clone().slice([0..2, 1..2]).matmul(packed.unsqueeze());
     for group in 0..3 {
-        let weight = stack.clone().slice([group..group + 1]).reshape([32, 10]);
+        let weight = stack.clone().slice(group..group + 1).reshape([32, 10]);
         let weight = pack(weight, &Precision::W4A4, None, None).unwrap();
         let part = |x: Tensor<B, 4>| bits(&x.reshape([2 * 5, 32]).matmul(weight.clone()));
         let own = x.clone().slice([0..2, group..group + 1]);

@@ -214,7 +214,7 @@ fn what_keeps_a_weight_packed() {
         assert!(packed(&w.clone().expand([32, 24])));
         assert!(packed_weight(&w.clone().unsqueeze::<3>()).is_some());
         assert!(packed_weight(&w.clone().unsqueeze_dim::<3>(1)).is_none());
-        assert!(!packed(&(w.clone() * 1.0)) && !packed(&w.clone().slice([0..16])) && !packed(&w.reshape([24, 32])));
+        assert!(!packed(&(w.clone() * 1.0)) && !packed(&w.clone().slice(0..16)) && !packed(&w.reshape([24, 32])));
     }
 }
 
