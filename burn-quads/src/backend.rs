@@ -8,7 +8,8 @@
 //! | `fake_quantize_weight` | the stored (packed) value of each weight | identity |
 //! | `fake_quantize_activations` | what a matmul sees of its input | identity |
 //! | `grouped_linear` | `y_e = x_e · w_e` for each expert `e` | `dx_e = g_e · w_eᵀ`, `dw_e = x_eᵀ · g_e` |
-//! | `swiglu` | `silu(gate) · up` | its derivative |
+//!
+//! What has no straight-through gradient is in [`LayerBackend`](crate::layer_backend::LayerBackend).
 use burn::{
     backend::{
         Autodiff, Flex,
@@ -18,7 +19,7 @@ use burn::{
             ops::{Backward, Ops, OpsKind, unary},
         },
     },
-    tensor::{Int, Shape, Slice, Tensor, TensorPrimitive},
+    tensor::{Int, Shape, Slice, Tensor},
 };
 use burn_backend::{
     Backend, TensorMetadata,
@@ -27,8 +28,10 @@ use burn_backend::{
 use burn_nvfp4::{Nvfp4, Nvfp4Backend, Nvfp4Tensor, WeightFormat};
 use kernels_cubecl::Activation;
 
+use crate::layer_backend::LayerBackend;
+
 /// What the layers of this crate ask of a backend beyond Burn's own operations.
-pub trait QuadsBackend: Backend {
+pub trait QuadsBackend: LayerBackend {
     /// The values that packing `w` (`[d_in, d_out]`, or `[experts, d_in, d_out]`) would store, as a dense tensor; the
     /// gradient passes unchanged. `amax`, `[1]` or `[experts]`, replaces the weight's own largest magnitude when
     /// several weights share an outer scale. A non-finite weight gives NaN everywhere.
@@ -64,38 +67,6 @@ pub trait QuadsBackend: Backend {
 
     /// Whether `w` is stored in NVFP4 or FP8.
     fn is_packed(w: &FloatTensor<Self>) -> bool;
-
-    /// `silu(gate) · up` with gate and up side by side: `[rows, 2·d]` to `[rows, d]`.
-    fn swiglu(gate_up: FloatTensor<Self>) -> FloatTensor<Self> {
-        let (gate, up) = halves(tensor::<Self>(gate_up));
-        primitive(gate.clone() * burn::tensor::activation::sigmoid(gate) * up)
-    }
-
-    /// Gradient of [`swiglu`](Self::swiglu): `[rows, d]` to `[rows, 2·d]`.
-    fn swiglu_backward(gate_up: FloatTensor<Self>, grad: FloatTensor<Self>) -> FloatTensor<Self> {
-        let (gate, up) = halves(tensor::<Self>(gate_up));
-        let grad = tensor::<Self>(grad);
-        let sigmoid = burn::tensor::activation::sigmoid(gate.clone());
-        let silu = gate * sigmoid.clone();
-        let d_up = grad.clone() * silu.clone();
-        // silu' = σ + x·σ·(1 − σ) = silu + σ·(1 − silu)
-        let slope = silu.clone() + sigmoid * (silu.neg() + 1.0);
-        primitive(Tensor::cat(vec![grad * up * slope, d_up], 1))
-    }
-}
-
-fn tensor<B: Backend>(primitive: FloatTensor<B>) -> Tensor<B, 2> {
-    Tensor::from_primitive(TensorPrimitive::Float(primitive))
-}
-
-fn primitive<B: Backend>(tensor: Tensor<B, 2>) -> FloatTensor<B> {
-    tensor.into_primitive().tensor()
-}
-
-fn halves<B: Backend>(x: Tensor<B, 2>) -> (Tensor<B, 2>, Tensor<B, 2>) {
-    let [_, width] = x.dims();
-    let gate = x.clone().narrow(1, 0, width / 2);
-    (gate, x.narrow(1, width / 2, width / 2))
 }
 
 /// `dx_e = g_e · w_eᵀ`.
@@ -143,7 +114,7 @@ fn group_counts<B: Backend>(counts: IntTensor<B>) -> Vec<usize> {
         .collect()
 }
 
-impl<B: Nvfp4Backend> QuadsBackend for Nvfp4<B> {
+impl<B: Nvfp4Backend + LayerBackend> QuadsBackend for Nvfp4<B> {
     fn fake_quantize_weight(
         w: FloatTensor<Self>,
         format: WeightFormat,
@@ -309,24 +280,5 @@ impl<B: QuadsBackend, C: CheckpointStrategy> QuadsBackend for Autodiff<B, C> {
 
     fn is_packed(w: &FloatTensor<Self>) -> bool {
         B::is_packed(&w.primitive)
-    }
-
-    fn swiglu(gate_up: FloatTensor<Self>) -> FloatTensor<Self> {
-        #[derive(Debug)]
-        struct Swiglu;
-        impl<B: QuadsBackend> Backward<B, 1> for Swiglu {
-            type State = FloatTensor<B>;
-            fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-                let gate_up = ops.state;
-                unary::<B, _>(ops.parents, ops.node, grads, |grad| B::swiglu_backward(gate_up, grad))
-            }
-        }
-        match Backward::<B, 1>::prepare::<C>(Swiglu, [gate_up.node])
-            .compute_bound()
-            .stateful()
-        {
-            OpsKind::Tracked(prep) => prep.finish(gate_up.primitive.clone(), B::swiglu(gate_up.primitive)),
-            OpsKind::UnTracked(prep) => prep.finish(B::swiglu(gate_up.primitive)),
-        }
     }
 }

@@ -11,6 +11,7 @@ pub mod causal_lm;
 pub mod checkpoint;
 pub mod grpo;
 mod host;
+pub mod layer_backend;
 pub mod mismatch;
 pub mod modules;
 pub mod rollout;

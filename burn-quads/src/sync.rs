@@ -10,6 +10,7 @@ use kernels_cubecl::ResidualMask;
 
 use crate::{
     calibrate::{MaskError, ResidualMasks},
+    layer_backend::LayerBackend,
     modules::moe::{PrecisionError, QuadsMoe},
 };
 
@@ -64,7 +65,7 @@ pub fn sync<B, A>(
     masks: Option<&ResidualMasks>,
 ) -> Result<(QuadsMoe<Nvfp4<B>>, PackingAudit), SyncError>
 where
-    B: Nvfp4Backend,
+    B: Nvfp4Backend + LayerBackend,
     A: AutodiffBackend<InnerBackend = Nvfp4<B>>,
 {
     pack_model(trainer.valid(), precision, masks)
@@ -74,7 +75,7 @@ where
 ///
 /// # Errors
 /// As [`sync`].
-pub fn pack_model<B: Nvfp4Backend>(
+pub fn pack_model<B: Nvfp4Backend + LayerBackend>(
     mut model: QuadsMoe<Nvfp4<B>>,
     precision: &Precision,
     masks: Option<&ResidualMasks>,

@@ -3,6 +3,9 @@
 /// Numbers that are computed side by side: two vectors of AVX-512, four of AVX2.
 pub(super) const LANES: usize = 32;
 
+/// Rows of one piece of work for a thread. Fixed, so that sums over pieces do not depend on the number of threads.
+pub(super) const ROWS: usize = 128;
+
 /// Work that is worth an instruction set of its own. `run` and all it calls are `#[inline(always)]`: they become part of
 /// a function that is compiled for the instruction set, and loops over lanes become vector code.
 pub(super) trait Kernel {

@@ -10,7 +10,7 @@ use super::{
     experts::QuadsExperts,
     router::{Router, Routing},
 };
-use crate::backend::QuadsBackend;
+use crate::{backend::QuadsBackend, layer_backend::rms_norm};
 
 /// A router and its experts.
 #[derive(Module, Debug)]
@@ -54,8 +54,8 @@ impl<B: QuadsBackend> DecoderLayer<B> {
         let shape = x.dims();
         let hidden = shape[D - 1];
         let tokens = shape[..D - 1].iter().product::<usize>();
-        let x = x.clone() + attend(&self.self_attn, self.input_layernorm.forward(x));
-        let normed = self.post_attention_layernorm.forward(x.clone());
+        let x = x.clone() + attend(&self.self_attn, rms_norm(&self.input_layernorm, x));
+        let normed = rms_norm(&self.post_attention_layernorm, x.clone());
         let (y, routing) = self.mlp.forward(normed.reshape([tokens, hidden]), replay);
         (x + y.reshape(shape), routing)
     }

@@ -124,7 +124,7 @@ impl<B: QuadsBackend> QuadsExperts<B> {
         };
         // Quantized before the rows are repeated: once a token.
         let rows = quantize(&self.input, x).select(0, dispatch.tokens);
-        let hidden = swiglu(grouped_linear(rows, gate_up_proj, dispatch.counts.clone()));
+        let hidden = B::swiglu(grouped_linear(rows, gate_up_proj, dispatch.counts.clone()));
         self.hidden.observe(&hidden);
         let rows = grouped_linear(quantize(&self.hidden, hidden), down_proj, dispatch.counts);
 
@@ -150,11 +150,6 @@ impl<B: QuadsBackend> QuadsExperts<B> {
 fn grouped_linear<B: QuadsBackend>(x: Tensor<B, 2>, w: Tensor<B, 3>, counts: Tensor<B, 1, Int>) -> Tensor<B, 2> {
     let (x, w) = (x.into_primitive().tensor(), w.into_primitive().tensor());
     let y = B::grouped_linear(x, w, counts.into_primitive());
-    Tensor::from_primitive(TensorPrimitive::Float(y))
-}
-
-fn swiglu<B: QuadsBackend>(gate_up: Tensor<B, 2>) -> Tensor<B, 2> {
-    let y = B::swiglu(gate_up.into_primitive().tensor());
     Tensor::from_primitive(TensorPrimitive::Float(y))
 }
 

@@ -19,6 +19,7 @@ use crate::{
     backend::QuadsBackend,
     calibrate::{MaskError, ResidualMasks},
     causal_lm::{CausalLm, HiddenOutput, TokenBatch},
+    layer_backend::rms_norm,
 };
 
 /// A decoder-only mixture-of-experts language model: grouped-query attention with QK-norm and rotary positions, SwiGLU
@@ -293,7 +294,7 @@ impl<B: QuadsBackend> QuadsMoe<B> {
             router_logits.push(routing.logits);
         }
         HiddenOutput {
-            hidden: self.norm.forward(x),
+            hidden: rms_norm(&self.norm, x),
             expert_ids,
             router_logits,
         }

@@ -76,14 +76,11 @@ impl<B: Backend> RotaryEmbedding<B> {
         let [batch, seq] = positions.dims();
         let head_dim = self.cos.dims()[1];
         let index = positions.reshape([batch * seq]);
-        Rotation {
-            cos: self
-                .cos
-                .clone()
-                .select(0, index.clone())
-                .reshape([batch, seq, 1, head_dim]),
-            sin: self.sin.clone().select(0, index).reshape([batch, seq, 1, head_dim]),
-        }
+        let rows = |table: &Tensor<B, 2>| {
+            let rows = table.clone().select(0, index.clone());
+            rows.reshape([batch, seq, head_dim])
+        };
+        Rotation::new(rows(&self.cos), rows(&self.sin))
     }
 
     /// The rotations of positions `0..seq`, for every row of a batch alike.
@@ -91,28 +88,30 @@ impl<B: Backend> RotaryEmbedding<B> {
     /// # Panics
     /// If `seq` exceeds [`Self::max_seq_len`].
     pub fn first(&self, seq: usize) -> Rotation<B> {
-        let [max, head_dim] = self.cos.dims();
+        let max = self.max_seq_len();
         assert!(
             seq <= max,
             "rotary embedding: a sequence of {seq} tokens exceeds the table of {max} positions"
         );
-        let rows = |table: &Tensor<B, 2>| table.clone().narrow(0, 0, seq).reshape([1, seq, 1, head_dim]);
-        Rotation {
-            cos: rows(&self.cos),
-            sin: rows(&self.sin),
-        }
+        let rows = |table: &Tensor<B, 2>| table.clone().narrow(0, 0, seq).unsqueeze();
+        Rotation::new(rows(&self.cos), rows(&self.sin))
     }
 }
 
 /// What [`RotaryEmbedding`] does to the tokens of one batch: gathered once, applied in every layer.
 #[derive(Clone, Debug)]
 pub struct Rotation<B: Backend> {
-    /// `[batch or 1, seq, 1, head_dim]`.
-    cos: Tensor<B, 4>,
-    sin: Tensor<B, 4>,
+    /// `[batch or 1, seq, head_dim]`.
+    pub(crate) cos: Tensor<B, 3>,
+    pub(crate) sin: Tensor<B, 3>,
 }
 
 impl<B: Backend> Rotation<B> {
+    /// From rows of a [`RotaryEmbedding`]'s tables.
+    pub(crate) fn new(cos: Tensor<B, 3>, sin: Tensor<B, 3>) -> Self {
+        Self { cos, sin }
+    }
+
     /// Rotates `[batch, seq, heads, head_dim]`.
     pub fn apply(&self, x: Tensor<B, 4>) -> Tensor<B, 4> {
         let [batch, seq, heads, d] = x.dims();
@@ -121,9 +120,9 @@ impl<B: Backend> Rotation<B> {
         // One row for each sequence: a factor that all sequences share is then a row vector, which backends multiply
         // with at full speed.
         let row = seq * heads * d;
-        let factor = |t: &Tensor<B, 4>| {
+        let factor = |t: &Tensor<B, 3>| {
             let rows = t.dims()[0];
-            t.clone().repeat_dim(2, heads).reshape([rows, row])
+            t.clone().unsqueeze_dim::<4>(2).repeat_dim(2, heads).reshape([rows, row])
         };
         let x = x.reshape([batch, row]) * factor(&self.cos) + swapped.reshape([batch, row]) * factor(&self.sin);
         x.reshape([batch, seq, heads, d])

@@ -1,8 +1,9 @@
 //! What the rollout engine needs of a language model.
 use crate::{
     backend::QuadsBackend,
+    layer_backend::rms_norm,
     modules::{
-        attention::{AttentionBackend, CacheStep, KvCache, KvCacheConfig, QuadsAttention},
+        attention::{CacheStep, KvCache, KvCacheConfig, QuadsAttention},
         moe::QuadsMoe,
     },
 };
@@ -41,7 +42,7 @@ pub struct CachedOutput<B: Backend> {
     pub expert_ids: Vec<Tensor<B, 2, Int>>,
 }
 
-impl<B: QuadsBackend + AttentionBackend> CachedLm<B> for QuadsMoe<B> {
+impl<B: QuadsBackend> CachedLm<B> for QuadsMoe<B> {
     fn vocab_size(&self) -> usize {
         self.config().vocab_size
     }
@@ -75,7 +76,7 @@ impl<B: QuadsBackend + AttentionBackend> CachedLm<B> for QuadsMoe<B> {
             expert_ids.push(routing.expert_ids);
         }
         CachedOutput {
-            hidden: self.norm.forward(x),
+            hidden: rms_norm(&self.norm, x),
             expert_ids,
         }
     }

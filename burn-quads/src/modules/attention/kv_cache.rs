@@ -1,5 +1,5 @@
 //! Keys and values of the tokens seen so far, in memory allocated once.
-use crate::host::attention::KEY_BLOCK;
+use crate::host::KEY_BLOCK;
 use burn::{prelude::Backend, tensor::Tensor};
 
 /// Size of a [`KvCache`].

@@ -2,31 +2,28 @@
 //!
 //! [`QuadsAttention::forward`] runs whole sequences (scoring, training); [`QuadsAttention::forward_cached`] appends
 //! tokens to a [`KvCache`] (sampling). Both compute one function.
-mod cached;
 mod kv_cache;
 #[cfg(test)]
 mod tests;
 
-pub use cached::{AttentionBackend, CachedQkv};
 pub use kv_cache::{CacheStep, KvCache, KvCacheConfig, LayerCache, PrefixCopy, TokenPlace};
 
 use super::{
     linear::{OuterScaleGroup, QuadsLinear, QuadsLinearConfig},
     rotary::{RotaryEmbedding, Rotation},
 };
-use crate::backend::QuadsBackend;
+use crate::{
+    backend::QuadsBackend,
+    layer_backend::{AttentionInput, CachedQkv},
+};
 use burn::{
     config::Config,
     module::Module,
     nn::{RmsNorm, RmsNormConfig},
     prelude::Backend,
-    tensor::{Bool, Int, Tensor, activation::softmax},
+    tensor::{Bool, Int, Tensor},
 };
 use burn_nvfp4::Precision;
-
-/// Score of a key that must not be attended to. Finite, so that a row without any key (padding) stays finite too: its
-/// weights become equal instead of 0/0. Beside a real score its weight is exactly 0.
-const MASKED_SCORE: f32 = -1e30;
 
 /// Configuration of [`QuadsAttention`], with the names of Qwen3's `config.json`.
 #[derive(Config, Debug)]
@@ -80,8 +77,6 @@ impl QuadsAttentionConfig {
             q_norm: norm(),
             k_norm: norm(),
             num_attention_heads: heads,
-            num_key_value_heads: kv_heads,
-            head_dim: self.head_dim,
         }
     }
 }
@@ -102,8 +97,6 @@ pub struct QuadsAttention<B: Backend> {
     /// Norm over `head_dim` of each key head, before the rotation.
     pub k_norm: RmsNorm<B>,
     num_attention_heads: usize,
-    num_key_value_heads: usize,
-    head_dim: usize,
 }
 
 impl<B: Backend> QuadsAttention<B> {
@@ -135,36 +128,21 @@ impl<B: QuadsBackend> QuadsAttention<B> {
     /// - x: `[batch, seq, hidden_size]`
     /// - output: `[batch, seq, hidden_size]`; rows at padding are finite and mean nothing
     pub fn forward(&self, x: Tensor<B, 3>, context: &AttentionContext<B>) -> Tensor<B, 3> {
-        let [batch, seq, _] = x.dims();
-        let (heads, kv_heads, d) = (self.num_attention_heads, self.num_key_value_heads, self.head_dim);
-        let split = |x: Tensor<B, 3>, heads: usize| x.reshape([batch, seq, heads, d]);
-        let [q, k, v] = self.qkv().forward(x);
-        let q = context.rotation.apply(self.q_norm.forward(split(q, heads)));
-        let k = context.rotation.apply(self.k_norm.forward(split(k, kv_heads)));
-        let v = split(v, kv_heads);
-
-        // The query heads of one key head become rows of one product.
-        let group = heads / kv_heads;
-        let q = (q * (d as f32).powf(-0.5))
-            .swap_dims(1, 2)
-            .reshape([batch, kv_heads, group * seq, d]);
-        let k = k.swap_dims(1, 2).swap_dims(2, 3);
-        let v = v.swap_dims(1, 2);
-        let scores = q
-            .matmul(k)
-            .reshape([batch, heads, seq, seq])
-            .mask_fill(context.mask.clone(), MASKED_SCORE);
-        let mixed = softmax(scores, 3)
-            .reshape([batch, kv_heads, group * seq, seq])
-            .matmul(v)
-            .reshape([batch, heads, seq, d])
-            .swap_dims(1, 2)
-            .reshape([batch, seq, heads * d]);
-        self.o_proj.forward(mixed)
+        let [query, key, value] = self.qkv().forward(x);
+        self.o_proj.forward(B::causal_attention(AttentionInput {
+            query,
+            key,
+            value,
+            query_norm: self.q_norm.gamma.val(),
+            key_norm: self.k_norm.gamma.val(),
+            epsilon: self.q_norm.epsilon,
+            cos: context.rotation.cos.clone(),
+            sin: context.rotation.sin.clone(),
+            padding: context.padding.clone(),
+            heads: self.num_attention_heads,
+        }))
     }
-}
 
-impl<B: AttentionBackend + QuadsBackend> QuadsAttention<B> {
     /// Appends tokens to their slots of the cache and attends to everything before them there. Tokens of several
     /// slots, and several tokens of a slot (a prompt), go through one call.
     ///
@@ -196,12 +174,11 @@ impl<B: AttentionBackend + QuadsBackend> QuadsAttention<B> {
     }
 }
 
-/// What all layers share in one pass over whole sequences: rotations and the mask, made once.
+/// What all layers share in one pass over whole sequences.
 #[derive(Clone, Debug)]
 pub struct AttentionContext<B: Backend> {
     rotation: Rotation<B>,
-    /// True where a query (dimension 2) must not see a key (dimension 3): `[batch or 1, 1, seq, seq]`.
-    mask: Tensor<B, 4, Bool>,
+    padding: Option<Tensor<B, 2, Bool>>,
 }
 
 impl<B: Backend> AttentionContext<B> {
@@ -213,20 +190,10 @@ impl<B: Backend> AttentionContext<B> {
         positions: Option<Tensor<B, 2, Int>>,
         padding: Option<Tensor<B, 2, Bool>>,
     ) -> Self {
-        let device = rope.cos.device();
         let rotation = match positions {
             Some(positions) => rope.rotation(positions),
             None => rope.first(seq),
         };
-        let causal = Tensor::<B, 2, Bool>::tril_mask([seq, seq], 0, &device).unsqueeze::<4>();
-        let mask = match padding {
-            Some(padding) => {
-                let [batch, _] = padding.dims();
-                let keys = padding.reshape([batch, 1, 1, seq]).expand([batch, 1, seq, seq]);
-                causal.expand([batch, 1, seq, seq]).bool_or(keys)
-            }
-            None => causal,
-        };
-        Self { rotation, mask }
+        Self { rotation, padding }
     }
 }

@@ -1,0 +1,192 @@
+//! The operations of [`LayerBackend`](super::LayerBackend), made of Burn's: their definition, and the default of every
+//! backend.
+use super::{AttentionGradients, AttentionInput, CachedQkv, MASKED_SCORE};
+use crate::modules::{
+    attention::{CacheStep, LayerCache, TokenPlace},
+    rotary::Rotation,
+};
+use burn::{
+    prelude::Backend,
+    tensor::{
+        Bool, Int, Tensor, TensorData,
+        activation::{sigmoid, softmax},
+        backend::AutodiffBackend,
+    },
+};
+
+pub(super) fn rms_norm<B: Backend>(x: Tensor<B, 2>, gamma: Tensor<B, 1>, epsilon: f64) -> Tensor<B, 2> {
+    let inverse = inverse_rms(x.clone(), epsilon);
+    x * inverse * gamma.unsqueeze()
+}
+
+fn inverse_rms<B: Backend>(x: Tensor<B, 2>, epsilon: f64) -> Tensor<B, 2> {
+    (x.square().mean_dim(1) + epsilon).sqrt().recip()
+}
+
+pub(super) fn rms_norm_backward<B: Backend>(
+    x: Tensor<B, 2>,
+    gamma: Tensor<B, 1>,
+    epsilon: f64,
+    grad: Tensor<B, 2>,
+) -> (Tensor<B, 2>, Tensor<B, 1>) {
+    let inverse = inverse_rms(x.clone(), epsilon);
+    let normed = x * inverse.clone();
+    let d_gamma = (grad.clone() * normed.clone()).sum_dim(0).squeeze_dim(0);
+    let grad = grad * gamma.unsqueeze();
+    let along = (grad.clone() * normed.clone()).mean_dim(1);
+    ((grad - normed * along) * inverse, d_gamma)
+}
+
+fn halves<B: Backend>(x: Tensor<B, 2>) -> (Tensor<B, 2>, Tensor<B, 2>) {
+    let [_, width] = x.dims();
+    let gate = x.clone().narrow(1, 0, width / 2);
+    (gate, x.narrow(1, width / 2, width / 2))
+}
+
+pub(super) fn swiglu<B: Backend>(gate_up: Tensor<B, 2>) -> Tensor<B, 2> {
+    let (gate, up) = halves(gate_up);
+    gate.clone() * sigmoid(gate) * up
+}
+
+pub(super) fn swiglu_backward<B: Backend>(gate_up: Tensor<B, 2>, grad: Tensor<B, 2>) -> Tensor<B, 2> {
+    let (gate, up) = halves(gate_up);
+    let sigmoid = sigmoid(gate.clone());
+    let silu = gate * sigmoid.clone();
+    let d_up = grad.clone() * silu.clone();
+    // silu' = σ + x·σ·(1 − σ) = silu + σ·(1 − silu)
+    let slope = silu.clone() + sigmoid * (silu.neg() + 1.0);
+    Tensor::cat(vec![grad * up * slope, d_up], 1)
+}
+
+pub(super) fn causal_attention<B: Backend>(input: AttentionInput<B>) -> Tensor<B, 3> {
+    let [batch, seq, width] = input.query.dims();
+    let (heads, d) = (input.heads, width / input.heads);
+    let kv_heads = input.key.dims()[2] / d;
+    let rotation = Rotation::new(input.cos, input.sin);
+    let norm_rotate = |x: Tensor<B, 3>, heads: usize, gamma: Tensor<B, 1>| {
+        let normed = rms_norm(x.reshape([batch * seq * heads, d]), gamma, input.epsilon);
+        rotation.apply(normed.reshape([batch, seq, heads, d]))
+    };
+    let query = norm_rotate(input.query, heads, input.query_norm) * (d as f32).powf(-0.5);
+    let key = norm_rotate(input.key, kv_heads, input.key_norm);
+    let value = input.value.reshape([batch, seq, kv_heads, d]).swap_dims(1, 2);
+
+    // The query heads of one key head become rows of one product.
+    let group_rows = heads / kv_heads * seq;
+    let query = query.swap_dims(1, 2).reshape([batch, kv_heads, group_rows, d]);
+    let scores = query
+        .matmul(key.swap_dims(1, 2).swap_dims(2, 3))
+        .reshape([batch, heads, seq, seq])
+        .mask_fill(mask(batch, seq, input.padding, &value.device()), MASKED_SCORE);
+    softmax(scores, 3)
+        .reshape([batch, kv_heads, group_rows, seq])
+        .matmul(value)
+        .reshape([batch, heads, seq, d])
+        .swap_dims(1, 2)
+        .reshape([batch, seq, width])
+}
+
+/// True where a query (dimension 2) must not see a key (dimension 3): `[batch or 1, 1, seq, seq]`.
+fn mask<B: Backend>(
+    batch: usize,
+    seq: usize,
+    padding: Option<Tensor<B, 2, Bool>>,
+    device: &B::Device,
+) -> Tensor<B, 4, Bool> {
+    let causal = Tensor::<B, 2, Bool>::tril_mask([seq, seq], 0, device).unsqueeze::<4>();
+    match padding {
+        Some(padding) => {
+            let keys = padding.reshape([batch, 1, 1, seq]).expand([batch, 1, seq, seq]);
+            causal.expand([batch, 1, seq, seq]).bool_or(keys)
+        }
+        None => causal,
+    }
+}
+
+/// Runs [`causal_attention`] under autodiff, `A`, and takes its gradients.
+pub(super) fn causal_attention_backward<A: AutodiffBackend>(
+    input: AttentionInput<A::InnerBackend>,
+    grad: Tensor<A::InnerBackend, 3>,
+) -> AttentionGradients<A::InnerBackend> {
+    let leaf = |x| Tensor::<A, 3>::from_inner(x).require_grad();
+    let norm = |x| Tensor::<A, 1>::from_inner(x).require_grad();
+    let (query, key, value) = (leaf(input.query), leaf(input.key), leaf(input.value));
+    let (query_norm, key_norm) = (norm(input.query_norm), norm(input.key_norm));
+    let output = causal_attention(AttentionInput {
+        query: query.clone(),
+        key: key.clone(),
+        value: value.clone(),
+        query_norm: query_norm.clone(),
+        key_norm: key_norm.clone(),
+        epsilon: input.epsilon,
+        cos: Tensor::from_inner(input.cos),
+        sin: Tensor::from_inner(input.sin),
+        padding: input.padding.map(Tensor::from_inner),
+        heads: input.heads,
+    });
+    let grads = (output * Tensor::from_inner(grad)).sum().backward();
+    let reached = "every input of attention reaches its output";
+    AttentionGradients {
+        query: query.grad(&grads).expect(reached),
+        key: key.grad(&grads).expect(reached),
+        value: value.grad(&grads).expect(reached),
+        query_norm: query_norm.grad(&grads).expect(reached),
+        key_norm: key_norm.grad(&grads).expect(reached),
+    }
+}
+
+/// [`LayerBackend::cached_attention`](super::LayerBackend::cached_attention).
+pub(crate) fn cached_attention<B: Backend>(
+    qkv: CachedQkv<B>,
+    cache: &mut LayerCache<B>,
+    step: &CacheStep,
+) -> Tensor<B, 2> {
+    let [tokens, width] = qkv.query.dims();
+    step.check(tokens, cache);
+    let (mut keys, mut values) = cache.take();
+    let device = keys.device();
+    let [_, kv_heads, _, d] = values.dims();
+    let indices = |of: fn(&TokenPlace) -> usize| {
+        let list: Vec<i64> = step.tokens.iter().map(|t| of(t) as i64).collect();
+        Tensor::<B, 1, Int>::from_data(TensorData::new(list, [tokens]), &device)
+    };
+    let positions = indices(|t| t.position);
+    let rotation = qkv.rope.rotation(positions.clone().reshape([tokens, 1]));
+    let norm_rotate = |x: Tensor<B, 2>, heads: usize, gamma: Tensor<B, 1>| {
+        let normed = rms_norm(x.reshape([tokens * heads, d]), gamma, qkv.epsilon);
+        rotation.apply(normed.reshape([tokens, 1, heads, d]))
+    };
+    let query = norm_rotate(qkv.query, qkv.heads, qkv.query_norm);
+    let key = norm_rotate(qkv.key, kv_heads, qkv.key_norm).reshape([tokens, kv_heads, d, 1]);
+    let value = qkv.value.reshape([tokens, kv_heads, 1, d]);
+
+    for (i, place) in step.tokens.iter().enumerate() {
+        let (s, p) = (place.slot, place.position);
+        let row = |t: &Tensor<B, 4>| t.clone().narrow(0, i, 1);
+        keys = keys.slice_assign([s..s + 1, 0..kv_heads, 0..d, p..p + 1], row(&key));
+        values = values.slice_assign([s..s + 1, 0..kv_heads, p..p + 1, 0..d], row(&value));
+    }
+    for copy in &step.copies {
+        let (from, to, n) = (copy.from, copy.to, copy.len);
+        let k = keys.clone().slice([from..from + 1, 0..kv_heads, 0..d, 0..n]);
+        keys = keys.slice_assign([to..to + 1, 0..kv_heads, 0..d, 0..n], k);
+        let v = values.clone().slice([from..from + 1, 0..kv_heads, 0..n]);
+        values = values.slice_assign([to..to + 1, 0..kv_heads, 0..n, 0..d], v);
+    }
+
+    let used = step.tokens.iter().map(|t| t.position + 1).max().unwrap_or(0);
+    let slot_ids = indices(|t| t.slot);
+    let seen_keys = keys.clone().narrow(3, 0, used).select(0, slot_ids.clone());
+    let seen_values = values.clone().narrow(2, 0, used).select(0, slot_ids);
+    cache.restore(keys, values);
+
+    let beyond: Tensor<B, 2, Bool> = Tensor::<B, 1, Int>::arange(0..used as i64, &device)
+        .reshape([1, used])
+        .expand([tokens, used])
+        .greater(positions.reshape([tokens, 1]).expand([tokens, used]));
+    let query = (query * (d as f32).powf(-0.5)).reshape([tokens, kv_heads, qkv.heads / kv_heads, d]);
+    let scores = query
+        .matmul(seen_keys)
+        .mask_fill(beyond.reshape([tokens, 1, 1, used]), MASKED_SCORE);
+    softmax(scores, 3).matmul(seen_values).reshape([tokens, width])
+}

@@ -1,0 +1,148 @@
+//! Operations of a decoder layer that a backend may run as one.
+//!
+//! Each has a definition in Burn's operations (`composite`), right on every backend, and a gradient; on `Autodiff` each
+//! is one node of the graph that keeps its inputs only. Flex overrides them with single passes on the host (`host`).
+//!
+//! | operation | what it does |
+//! |---|---|
+//! | `rms_norm` | `x / √(mean(x²) + ε) · γ` by row |
+//! | `swiglu` | `silu(gate) · up` |
+//! | `causal_attention` | QK-norm, rotation and causal attention over whole sequences |
+//! | `cached_attention` | the same for new tokens over a cache, without a gradient |
+mod autodiff;
+mod composite;
+mod flex;
+mod nvfp4;
+#[cfg(test)]
+mod tests;
+
+use crate::modules::{
+    attention::{CacheStep, LayerCache},
+    rotary::RotaryEmbedding,
+};
+use burn::{
+    backend::Autodiff,
+    nn::RmsNorm,
+    prelude::Backend,
+    tensor::{Bool, Tensor},
+};
+
+/// Score of a key that must not be attended to. Finite, so that a row without any key (padding) stays finite too: its
+/// weights become equal instead of 0/0. Beside a real score its weight is exactly 0.
+pub(crate) const MASKED_SCORE: f32 = -1e30;
+
+/// Projections of whole sequences, before norm and rotation, and what these need.
+#[derive(Clone, Debug)]
+pub struct AttentionInput<B: Backend> {
+    /// `[batch, seq, heads · head_dim]`.
+    pub query: Tensor<B, 3>,
+    /// `[batch, seq, kv_heads · head_dim]`.
+    pub key: Tensor<B, 3>,
+    /// `[batch, seq, kv_heads · head_dim]`.
+    pub value: Tensor<B, 3>,
+    /// Norm weight of each query head, `[head_dim]`.
+    pub query_norm: Tensor<B, 1>,
+    /// Norm weight of each key head, `[head_dim]`.
+    pub key_norm: Tensor<B, 1>,
+    /// Epsilon of both norms.
+    pub epsilon: f64,
+    /// Rotary tables by position in the sequence, `[batch or 1, seq, head_dim]`, laid out as [`RotaryEmbedding`]'s.
+    pub cos: Tensor<B, 3>,
+    /// As `cos`.
+    pub sin: Tensor<B, 3>,
+    /// True at padding `[batch, seq]`: never attended to.
+    pub padding: Option<Tensor<B, 2, Bool>>,
+    /// Query heads.
+    pub heads: usize,
+}
+
+/// Gradients of the tensors of an [`AttentionInput`] that have one.
+#[derive(Clone, Debug)]
+pub struct AttentionGradients<B: Backend> {
+    /// Of `query`.
+    pub query: Tensor<B, 3>,
+    /// Of `key`.
+    pub key: Tensor<B, 3>,
+    /// Of `value`.
+    pub value: Tensor<B, 3>,
+    /// Of `query_norm`.
+    pub query_norm: Tensor<B, 1>,
+    /// Of `key_norm`.
+    pub key_norm: Tensor<B, 1>,
+}
+
+/// Projections of new tokens, before norm and rotation, and what these need.
+#[derive(Clone, Debug)]
+pub struct CachedQkv<B: Backend> {
+    /// `[tokens, heads · head_dim]`.
+    pub query: Tensor<B, 2>,
+    /// `[tokens, kv_heads · head_dim]`.
+    pub key: Tensor<B, 2>,
+    /// `[tokens, kv_heads · head_dim]`.
+    pub value: Tensor<B, 2>,
+    /// Norm weight of each query head, `[head_dim]`.
+    pub query_norm: Tensor<B, 1>,
+    /// Norm weight of each key head, `[head_dim]`.
+    pub key_norm: Tensor<B, 1>,
+    /// Epsilon of both norms.
+    pub epsilon: f64,
+    /// Rotations by position.
+    pub rope: RotaryEmbedding<B>,
+    /// Query heads.
+    pub heads: usize,
+}
+
+/// What a backend may run as one; see the [module](self).
+pub trait LayerBackend: Backend {
+    /// `x / √(mean(x²) + ε) · γ` of each row: `[rows, d]`, `gamma` `[d]`.
+    fn rms_norm(x: Tensor<Self, 2>, gamma: Tensor<Self, 1>, epsilon: f64) -> Tensor<Self, 2> {
+        composite::rms_norm(x, gamma, epsilon)
+    }
+
+    /// Gradients of `x` and `gamma` from that of [`Self::rms_norm`]'s result.
+    fn rms_norm_backward(
+        x: Tensor<Self, 2>,
+        gamma: Tensor<Self, 1>,
+        epsilon: f64,
+        grad: Tensor<Self, 2>,
+    ) -> (Tensor<Self, 2>, Tensor<Self, 1>) {
+        composite::rms_norm_backward(x, gamma, epsilon, grad)
+    }
+
+    /// `silu(gate) · up` with gate and up side by side: `[rows, 2 · d]` to `[rows, d]`.
+    fn swiglu(gate_up: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        composite::swiglu(gate_up)
+    }
+
+    /// The gradient of `gate_up` from that of [`Self::swiglu`]'s result.
+    fn swiglu_backward(gate_up: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        composite::swiglu_backward(gate_up, grad)
+    }
+
+    /// Norms and rotates queries and keys, and gives each token's mixed values over itself and the tokens before it:
+    /// `[batch, seq, heads · head_dim]`. Rows at padding are finite and mean nothing.
+    fn causal_attention(input: AttentionInput<Self>) -> Tensor<Self, 3> {
+        composite::causal_attention(input)
+    }
+
+    /// Gradients from that of [`Self::causal_attention`]'s result. The default runs the forward pass again, under `Autodiff`.
+    fn causal_attention_backward(input: AttentionInput<Self>, grad: Tensor<Self, 3>) -> AttentionGradients<Self> {
+        composite::causal_attention_backward::<Autodiff<Self>>(input, grad)
+    }
+
+    /// Norms and rotates `qkv`, writes keys and values to their places, copies prefixes, and gives each token's mixed
+    /// values `[tokens, heads · head_dim]` over columns `0..=position` of its slot.
+    ///
+    /// The default writes a token at a time. On Flex a token's result does not depend on the others.
+    fn cached_attention(qkv: CachedQkv<Self>, cache: &mut LayerCache<Self>, step: &CacheStep) -> Tensor<Self, 2> {
+        composite::cached_attention(qkv, cache, step)
+    }
+}
+
+/// [`LayerBackend::rms_norm`] of a module, over the last dimension.
+pub(crate) fn rms_norm<B: LayerBackend, const D: usize>(norm: &RmsNorm<B>, x: Tensor<B, D>) -> Tensor<B, D> {
+    let shape = x.shape();
+    let d = shape[D - 1];
+    let rows = shape.num_elements() / d;
+    B::rms_norm(x.reshape([rows, d]), norm.gamma.val(), norm.epsilon).reshape(shape)
+}

@@ -1,0 +1,96 @@
+//! [`Nvfp4`] runs the operations of the backend that it decorates: none of them multiplies with a weight.
+use super::{AttentionGradients, AttentionInput, CachedQkv, LayerBackend};
+use crate::modules::{
+    attention::{CacheStep, LayerCache},
+    rotary::RotaryEmbedding,
+};
+use burn::tensor::{Tensor, TensorPrimitive};
+use burn_nvfp4::{Nvfp4, Nvfp4Backend, Nvfp4Tensor};
+
+impl<B: Nvfp4Backend + LayerBackend> LayerBackend for Nvfp4<B> {
+    fn rms_norm(x: Tensor<Self, 2>, gamma: Tensor<Self, 1>, epsilon: f64) -> Tensor<Self, 2> {
+        wrap(B::rms_norm(unwrap(x), unwrap(gamma), epsilon))
+    }
+
+    fn rms_norm_backward(
+        x: Tensor<Self, 2>,
+        gamma: Tensor<Self, 1>,
+        epsilon: f64,
+        grad: Tensor<Self, 2>,
+    ) -> (Tensor<Self, 2>, Tensor<Self, 1>) {
+        let (dx, d_gamma) = B::rms_norm_backward(unwrap(x), unwrap(gamma), epsilon, unwrap(grad));
+        (wrap(dx), wrap(d_gamma))
+    }
+
+    fn swiglu(gate_up: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        wrap(B::swiglu(unwrap(gate_up)))
+    }
+
+    fn swiglu_backward(gate_up: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        wrap(B::swiglu_backward(unwrap(gate_up), unwrap(grad)))
+    }
+
+    fn causal_attention(input: AttentionInput<Self>) -> Tensor<Self, 3> {
+        wrap(B::causal_attention(unwrap_input(input)))
+    }
+
+    fn causal_attention_backward(input: AttentionInput<Self>, grad: Tensor<Self, 3>) -> AttentionGradients<Self> {
+        let grads = B::causal_attention_backward(unwrap_input(input), unwrap(grad));
+        AttentionGradients {
+            query: wrap(grads.query),
+            key: wrap(grads.key),
+            value: wrap(grads.value),
+            query_norm: wrap(grads.query_norm),
+            key_norm: wrap(grads.key_norm),
+        }
+    }
+
+    fn cached_attention(qkv: CachedQkv<Self>, cache: &mut LayerCache<Self>, step: &CacheStep) -> Tensor<Self, 2> {
+        let (keys, values) = cache.take();
+        let mut inner = LayerCache {
+            keys: unwrap(keys),
+            values: unwrap(values),
+        };
+        let qkv = CachedQkv {
+            query: unwrap(qkv.query),
+            key: unwrap(qkv.key),
+            value: unwrap(qkv.value),
+            query_norm: unwrap(qkv.query_norm),
+            key_norm: unwrap(qkv.key_norm),
+            epsilon: qkv.epsilon,
+            rope: RotaryEmbedding {
+                cos: unwrap(qkv.rope.cos),
+                sin: unwrap(qkv.rope.sin),
+            },
+            heads: qkv.heads,
+        };
+        let mixed = B::cached_attention(qkv, &mut inner, step);
+        cache.restore(wrap(inner.keys), wrap(inner.values));
+        wrap(mixed)
+    }
+}
+
+fn unwrap<B: Nvfp4Backend, const D: usize>(x: Tensor<Nvfp4<B>, D>) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(x.into_primitive().tensor().dense()))
+}
+
+fn wrap<B: Nvfp4Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<Nvfp4<B>, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(Nvfp4Tensor::Dense(x.into_primitive().tensor())))
+}
+
+fn unwrap_input<B: Nvfp4Backend>(input: AttentionInput<Nvfp4<B>>) -> AttentionInput<B> {
+    AttentionInput {
+        query: unwrap(input.query),
+        key: unwrap(input.key),
+        value: unwrap(input.value),
+        query_norm: unwrap(input.query_norm),
+        key_norm: unwrap(input.key_norm),
+        epsilon: input.epsilon,
+        cos: unwrap(input.cos),
+        sin: unwrap(input.sin),
+        padding: input
+            .padding
+            .map(|padding| Tensor::from_primitive(padding.into_primitive())),
+        heads: input.heads,
+    }
+}
