@@ -122,7 +122,10 @@ impl<B: Backend> Rotation<B> {
         let row = seq * heads * d;
         let factor = |t: &Tensor<B, 3>| {
             let rows = t.dims()[0];
-            t.clone().unsqueeze_dim::<4>(2).repeat_dim(2, heads).reshape([rows, row])
+            t.clone()
+                .unsqueeze_dim::<4>(2)
+                .repeat_dim(2, heads)
+                .reshape([rows, row])
         };
         let x = x.reshape([batch, row]) * factor(&self.cos) + swapped.reshape([batch, row]) * factor(&self.sin);
         x.reshape([batch, seq, heads, d])

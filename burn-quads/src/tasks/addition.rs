@@ -1,13 +1,14 @@
-//! Sums of two numbers: `017+250=` → `7620`.
+//! Sums of two numbers, 17 + 250 = 267 with the units first: `710+052=` → `7620`.
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
 use super::{Problem, Task, TaskError};
 
-/// In which order an answer's digits are written.
+/// In which order the digits of operands and answer are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DigitOrder {
-    /// Units first: each digit depends on one column and a carry, which a small model can learn.
+    /// Units first: each digit of the answer depends on one column and a carry, and the digits of its column are
+    /// always the same distance away, which rotary positions can learn from few problems.
     LeastSignificantFirst,
     /// As people write.
     MostSignificantFirst,
@@ -34,16 +35,21 @@ impl Addition {
         Ok(Self { digits, order })
     }
 
+    /// `number` in `width` digits, in this task's order.
+    fn digits(&self, number: u64, width: usize) -> String {
+        let as_written = format!("{number:0width$}");
+        match self.order {
+            DigitOrder::MostSignificantFirst => as_written,
+            DigitOrder::LeastSignificantFirst => as_written.chars().rev().collect(),
+        }
+    }
+
     fn problem(&self, a: u64, b: u64) -> Problem {
         let width = self.digits as usize;
-        let answer = format!("{:0width$}", a + b, width = width + 1);
         Problem {
             task: self.name(),
-            prompt: format!("{a:0width$}+{b:0width$}="),
-            answer: match self.order {
-                DigitOrder::MostSignificantFirst => answer,
-                DigitOrder::LeastSignificantFirst => answer.chars().rev().collect(),
-            },
+            prompt: format!("{}+{}=", self.digits(a, width), self.digits(b, width)),
+            answer: self.digits(a + b, width + 1),
             canonical: format!("{:0width$}+{:0width$}", a.min(b), a.max(b)),
         }
     }
@@ -82,7 +88,7 @@ mod tests {
     fn digits_are_padded_and_ordered_as_asked() {
         let units_first = Addition::new(3, DigitOrder::LeastSignificantFirst).unwrap();
         let problem = units_first.problem(17, 995);
-        assert_eq!((problem.prompt.as_str(), problem.answer.as_str()), ("017+995=", "2101"));
+        assert_eq!((problem.prompt.as_str(), problem.answer.as_str()), ("710+599=", "2101"));
         let as_written = Addition::new(2, DigitOrder::MostSignificantFirst)
             .unwrap()
             .problem(5, 9);

@@ -9,11 +9,11 @@ use super::{Split, Vocabulary, VocabularyError};
 pub struct Problem {
     /// Name of the task that made it.
     pub task: &'static str,
-    /// What the policy reads, `"017+250="`.
+    /// What the policy reads, `"710+052="`.
     pub prompt: String,
     /// What it has to write, `"7620"`.
     pub answer: String,
-    /// The canonical form of the prompt: prompts that ask the same thing (`017+250`, `250+017`) share it, so that no
+    /// The canonical form of the prompt: prompts that ask the same thing (17 + 250, 250 + 17) share it, so that no
     /// split holds the mirror image of another's problem.
     pub canonical: String,
 }
