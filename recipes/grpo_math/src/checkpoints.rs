@@ -258,7 +258,9 @@ mod tests {
     #[test]
     fn whatever_is_damaged_is_named_and_the_one_before_used() {
         let checkpoints = scratch("damaged");
-        let damage: [(&str, &dyn Fn(&Path), &str); 5] = [
+        /// A name, what is done to the checkpoint's folder, and what is said of it.
+        type Damage<'a> = (&'a str, &'a dyn Fn(&Path), &'a str);
+        let damage: [Damage; 5] = [
             (
                 "bit",
                 &|path| fs::write(path.join("model.bin"), "Grpo(6)").unwrap(),
