@@ -16,7 +16,7 @@
 //! In reading order:
 //!
 //! - [`precision`]: what a linear layer computes in;
-//! - [`tensor`], [`packed_weight`]: the float tensor, dense or packed;
+//! - [`tensor`], [`packed_weight`](mod@packed_weight): the float tensor, dense or packed;
 //! - [`nvfp4_backend`]: what a backend must provide, with defaults on the host; [`flex`]: Burn's CPU backend;
 //! - [`decorator`]: `Nvfp4<B>` as a Burn backend;
 //! - [`pack`](mod@pack): one tensor; [`pack_linears`], [`audit`]: the linear layers of a model, and what became of them;

@@ -9,7 +9,7 @@
 //! | `fake_quantize_activations` | what a matmul sees of its input | identity |
 //! | `grouped_linear` | `y_e = x_e · w_e` for each expert `e` | `dx_e = g_e · w_eᵀ`, `dw_e = x_eᵀ · g_e` |
 //!
-//! What has no straight-through gradient is in [`LayerBackend`](crate::layer_backend::LayerBackend).
+//! What has no straight-through gradient is in [`LayerBackend`].
 use burn::{
     backend::{
         Autodiff, Flex,
