@@ -270,6 +270,7 @@ fn failed(path: &Path, error: safetensors::SafeTensorError) -> MaskFileError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::layer_backend::rms_norm;
     use crate::modules::moe_config::QuadsMoeConfig;
     use burn::backend::Flex;
     use burn_nvfp4::{Nvfp4, Precision};
@@ -309,10 +310,7 @@ mod tests {
         for sequence in sequences() {
             let (n, ids): (_, Vec<i64>) = (sequence.len(), sequence.into_iter().map(i64::from).collect());
             let tokens = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [1, n]), &Default::default());
-            let x = model.layers[0]
-                .input_layernorm
-                .forward(model.embed_tokens.forward(tokens))
-                .into_data();
+            let x = rms_norm(&model.layers[0].input_layernorm, model.embed_tokens.forward(tokens)).into_data();
             let x = x.as_slice::<f32>().unwrap();
             host::accumulate_residual_energy(x, n, 64, Granularity::Channel, &mut expected).unwrap();
         }
