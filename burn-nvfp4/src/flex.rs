@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use crate::{
     Nvfp4Backend,
-    nvfp4_backend::{group_counts, grouped_linear_by_slices},
+    reference::{group_counts, grouped_linear_by_slices},
 };
 
 impl Nvfp4Backend for Flex {

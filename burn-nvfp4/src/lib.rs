@@ -17,9 +17,11 @@
 //!
 //! - [`precision`]: what a linear layer computes in;
 //! - [`tensor`], [`packed_weight`](mod@packed_weight): the float tensor, dense or packed;
-//! - [`nvfp4_backend`]: what a backend must provide, with defaults on the host; [`flex`]: Burn's CPU backend;
+//! - [`nvfp4_backend`]: what a backend must provide, with defaults on the host (the reference route); [`flex`]: Burn's
+//!   CPU backend;
 //! - [`decorator`]: `Nvfp4<B>` as a Burn backend;
-//! - [`pack`](mod@pack): one tensor; [`pack_linears`], [`audit`]: the linear layers of a model, and what became of them;
+//! - [`pack`](mod@pack): one tensor; [`pack_linears`], [`packable`], [`audit`]: the linear layers of a model, on which
+//!   backends, and what became of them;
 //! - [`record`]: packed weights in Burn's records;
 //! - [`error`]: why something could not be packed.
 #![warn(missing_docs)]
@@ -28,12 +30,15 @@ pub mod audit;
 pub mod decorator;
 pub mod error;
 pub mod flex;
+mod near_paths;
 pub mod nvfp4_backend;
 pub mod pack;
 pub mod pack_linears;
+pub mod packable;
 pub mod packed_weight;
 pub mod precision;
 pub mod record;
+mod reference;
 pub mod tensor;
 
 pub use audit::{LayerAudit, Outcome, PackingAudit};
@@ -43,7 +48,8 @@ pub use kernels_cubecl::{Activation, Compensation, Granularity, ResidualMask, Se
 pub use nvfp4_backend::Nvfp4Backend;
 pub use pack::{pack, packed_weight};
 pub use pack_linears::PackLinears;
-pub use packed_weight::{PackedWeight, Storage};
+pub use packable::PackableBackend;
+pub use packed_weight::{OuterScaleConvention, PackedWeight, Storage};
 pub use precision::{ParsePrecisionError, Precision, Rac, WeightFormat};
 pub use tensor::Nvfp4Tensor;
 

@@ -1,6 +1,5 @@
 //! Packs the linear layers of a model that knows nothing of it.
 use burn::{
-    backend::{Autodiff, autodiff::checkpoint::strategy::CheckpointStrategy},
     module::{Module, ModuleMapper, ModuleVisitor, Param},
     tensor::{Shape, Tensor, backend::Backend},
 };
@@ -9,9 +8,12 @@ use kernels_cubecl::ResidualMask;
 use std::collections::BTreeMap;
 
 use crate::{
-    LayerAudit, Nvfp4, Nvfp4Backend, Nvfp4Tensor, Outcome, PackError, PackedWeight, PackingAudit, Precision, Rac,
-    nvfp4_backend::floats_tensor,
-    pack::{lazy_float, pack_primitive, packed_weight, quantized},
+    LayerAudit, Nvfp4Backend, Nvfp4Tensor, Outcome, PackError, PackableBackend, PackedWeight, PackingAudit, Precision,
+    Rac,
+    near_paths::near,
+    pack::{lazy_float, pack_primitive},
+    packable::{for_record, for_use},
+    reference::floats_tensor,
 };
 
 /// Packs the weight of every `nn::Linear` of a model.
@@ -323,87 +325,6 @@ fn bytes<B: Nvfp4Backend>(weight: &Nvfp4Tensor<B>) -> usize {
     match weight {
         Nvfp4Tensor::Packed(weight) => weight.bytes(),
         weight => weight.shape().num_elements() * weight.dtype().size(),
-    }
-}
-
-/// Layers whose path resembles `path`: those below it, above it, or a few typing errors away.
-fn near(path: &str, linears: &[&str]) -> Vec<String> {
-    let related = |a: &str, b: &str| a.strip_prefix(b).is_some_and(|rest| rest.starts_with('.'));
-    let same_end = |a: &str| a.rsplit('.').next() == path.rsplit('.').next();
-    let mut near: Vec<(usize, &str)> = linears
-        .iter()
-        .filter_map(|linear| {
-            let distance = edit_distance(path, linear);
-            let close = distance <= (path.chars().count() / 3).max(2);
-            let is_near = close || related(linear, path) || related(path, linear) || same_end(linear);
-            is_near.then_some((distance, *linear))
-        })
-        .collect();
-    near.sort();
-    near.into_iter().take(5).map(|(_, linear)| linear.to_string()).collect()
-}
-
-/// Levenshtein distance.
-fn edit_distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, a) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, b) in b.iter().enumerate() {
-            let substituted = diagonal + usize::from(a != *b);
-            diagonal = row[j + 1];
-            row[j + 1] = substituted.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
-}
-
-/// Backends whose models can be packed: `Nvfp4<B>`, and `Autodiff` around it.
-pub trait PackableBackend: Backend {
-    /// The backend below `Nvfp4`.
-    type Inner: Nvfp4Backend;
-    /// The tensor without its graph.
-    fn to_nvfp4<const D: usize>(tensor: Tensor<Self, D>) -> Tensor<Nvfp4<Self::Inner>, D>;
-    /// A constant.
-    fn from_nvfp4<const D: usize>(tensor: Tensor<Nvfp4<Self::Inner>, D>) -> Tensor<Self, D>;
-}
-
-impl<B: Nvfp4Backend> PackableBackend for Nvfp4<B> {
-    type Inner = B;
-    fn to_nvfp4<const D: usize>(tensor: Tensor<Self, D>) -> Tensor<Self, D> {
-        tensor
-    }
-    fn from_nvfp4<const D: usize>(tensor: Tensor<Self, D>) -> Tensor<Self, D> {
-        tensor
-    }
-}
-
-impl<B: Nvfp4Backend, C: CheckpointStrategy> PackableBackend for Autodiff<Nvfp4<B>, C> {
-    type Inner = B;
-    fn to_nvfp4<const D: usize>(tensor: Tensor<Self, D>) -> Tensor<Nvfp4<B>, D> {
-        tensor.inner()
-    }
-    fn from_nvfp4<const D: usize>(tensor: Tensor<Nvfp4<B>, D>) -> Tensor<Self, D> {
-        Tensor::from_inner(tensor)
-    }
-}
-
-/// A packed weight as the quantized tensor that a record keeps packed.
-fn for_record<B: PackableBackend, const D: usize>(tensor: Tensor<B, D>) -> Tensor<B, D> {
-    let tensor = B::to_nvfp4(tensor);
-    B::from_nvfp4(match packed_weight(&tensor) {
-        Some(weight) => quantized(weight),
-        None => tensor,
-    })
-}
-
-/// A packed weight as the float tensor that every operation takes.
-fn for_use<B: PackableBackend, const D: usize>(tensor: Tensor<B, D>) -> Tensor<B, D> {
-    let inner = B::to_nvfp4(tensor.clone());
-    match packed_weight(&inner) {
-        Some(weight) => B::from_nvfp4(lazy_float(weight)),
-        None => tensor,
     }
 }
 

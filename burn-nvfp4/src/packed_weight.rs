@@ -23,6 +23,16 @@ pub struct PackedWeight<B: Backend> {
     dtype: FloatDType,
 }
 
+/// What an NVFP4 outer scale does to a block scale: makers of checkpoints differ, and so do the roundings.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OuterScaleConvention {
+    /// It multiplies: ours, `1/S`, and ModelOpt's `weight_scale_2`.
+    #[default]
+    Multiply,
+    /// It divides: compressed-tensors' `weight_global_scale`.
+    Divide,
+}
+
 /// The tensors of a packed weight.
 #[derive(Clone, Debug)]
 pub struct Storage<B: Backend> {
@@ -42,8 +52,8 @@ pub struct Storage<B: Backend> {
     pub block_scales: IntTensor<B>,
     /// F32: NVFP4's outer scale a group, `[groups]`; FP8's channel scales `[groups · d_out]`.
     pub outer_scales: FloatTensor<B>,
-    /// NVFP4's outer scale divides, as in compressed-tensors, instead of multiplying.
-    pub divide: bool,
+    /// What NVFP4's outer scales do to the block scales.
+    pub convention: OuterScaleConvention,
 }
 
 impl<B: Nvfp4Backend> PackedWeight<B> {
@@ -303,9 +313,9 @@ impl<B: Nvfp4Backend> PackedWeight<B> {
                                 k,
                                 codes: part(codes, group, rows * k / 2),
                                 block_scales: part(block_scales, group, rows * k / BLOCK),
-                                outer_scale: match storage.divide {
-                                    true => OuterScale::Divide(outer_scales[group]),
-                                    false => OuterScale::Multiply(outer_scales[group]),
+                                outer_scale: match storage.convention {
+                                    OuterScaleConvention::Multiply => OuterScale::Multiply(outer_scales[group]),
+                                    OuterScaleConvention::Divide => OuterScale::Divide(outer_scales[group]),
                                 },
                             }),
                             WeightFormat::Fp8 => WeightView::Fp8(Fp8View {

@@ -1,7 +1,10 @@
 //! How a linear layer computes: the format of its weight and of its activations.
 use burn_backend::quantization::{BlockSize, QuantLevel, QuantMode, QuantParam, QuantScheme, QuantStore, QuantValue};
 use kernels_cubecl::{Activation, Compensation, Granularity, ResidualMask, Selection};
-use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
+use serde::{
+    Deserialize, Deserializer, Serialize, Serializer,
+    de::{self, MapAccess, Visitor},
+};
 use std::{fmt, str::FromStr};
 
 use crate::PackError;
@@ -225,11 +228,29 @@ enum Plain {
     Fp8,
 }
 
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum Readable {
-    Name(String),
-    Table { w4a4_rac: Rac },
+/// A name, or a table with the settings of compensation. Not serde's `untagged`, whose errors name no key.
+struct Readable;
+
+impl<'de> Visitor<'de> for Readable {
+    type Value = Precision;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a precision: a name such as \"w4a4\", or { w4a4_rac = { selection, granularity, fraction } }")
+    }
+    fn visit_str<E: de::Error>(self, name: &str) -> Result<Precision, E> {
+        name.parse().map_err(E::custom)
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut table: A) -> Result<Precision, A::Error> {
+        let precision = match table.next_key::<String>()?.as_deref() {
+            Some("w4a4_rac") => Precision::W4A4Rac(table.next_value()?),
+            Some(key) => return Err(de::Error::unknown_field(key, &["w4a4_rac"])),
+            None => return Err(de::Error::missing_field("w4a4_rac")),
+        };
+        match table.next_key::<String>()? {
+            Some(key) => Err(de::Error::unknown_field(&key, &["w4a4_rac"])),
+            None => Ok(precision),
+        }
+    }
 }
 
 impl Serialize for Precision {
@@ -254,13 +275,7 @@ impl Serialize for Precision {
 impl<'de> Deserialize<'de> for Precision {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         if deserializer.is_human_readable() {
-            return match Readable::deserialize(deserializer) {
-                Ok(Readable::Name(name)) => name.parse().map_err(D::Error::custom),
-                Ok(Readable::Table { w4a4_rac }) => Ok(Self::W4A4Rac(w4a4_rac)),
-                Err(_) => Err(D::Error::custom(
-                    "expected a precision: a name such as \"w4a4\", or { w4a4_rac = { selection, granularity, fraction } }",
-                )),
-            };
+            return deserializer.deserialize_any(Readable);
         }
         Ok(match Plain::deserialize(deserializer)? {
             Plain::High => Self::High,

@@ -7,12 +7,14 @@ use burn_backend::{Bytes, DType, ExecutionError, FloatDType, Shape, TensorData, 
 use kernels_cubecl::{Activation, BLOCK, Compensation, Granularity, ResidualMask};
 
 use crate::{
-    Nvfp4Backend, PackedWeight, Storage, WeightFormat,
-    nvfp4_backend::{bytes_tensor, floats_tensor},
+    Nvfp4Backend, OuterScaleConvention, PackedWeight, Storage, WeightFormat,
+    reference::{bytes_tensor, floats_tensor},
 };
 
 const MAGIC: &[u8; 7] = b"BNVFP4W";
 const VERSION: u8 = 1;
+/// Bytes before the residual mask.
+const HEADER: usize = 44;
 const DIVIDE: u8 = 1;
 const TRANSPOSED: u8 = 2;
 const GRANULARITIES: [Granularity; 3] = [Granularity::Channel, Granularity::Block16, Granularity::Block64];
@@ -73,13 +75,13 @@ pub(crate) async fn into_data<B: Nvfp4Backend>(weight: PackedWeight<B>) -> Resul
     };
     let granularity = GRANULARITIES.iter().position(|g| *g == granularity).unwrap_or(0);
     let mut flags = 0;
-    if storage.divide {
+    if storage.convention == OuterScaleConvention::Divide {
         flags |= DIVIDE;
     }
     if weight.is_transposed() {
         flags |= TRANSPOSED;
     }
-    let mut bytes = Vec::with_capacity(44 + weight.bytes());
+    let mut bytes = Vec::with_capacity(HEADER + weight.bytes());
     bytes.extend_from_slice(MAGIC);
     let format = match storage.format {
         WeightFormat::Nvfp4 => 0,
@@ -211,7 +213,10 @@ pub(crate) fn from_data<B: Nvfp4Backend>(
         codes: bytes_tensor::<B>(codes.to_vec(), [rows, codes_row].into(), device),
         block_scales: bytes_tensor::<B>(block_scales.to_vec(), scales_shape, device),
         outer_scales: floats_tensor::<B>(outer_scales, [outer].into(), device, FloatDType::F32),
-        divide: flags & DIVIDE != 0,
+        convention: match flags & DIVIDE {
+            0 => OuterScaleConvention::Multiply,
+            _ => OuterScaleConvention::Divide,
+        },
     };
     let mut weight = PackedWeight::new(storage, view);
     if flags & TRANSPOSED != 0 {

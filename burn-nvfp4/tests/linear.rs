@@ -7,8 +7,8 @@ use burn::{
     tensor::{DType, Tensor, TensorPrimitive, module::linear},
 };
 use burn_nvfp4::{
-    Activation, Compensation, Granularity, Nvfp4, Nvfp4Backend, Nvfp4Tensor, PackLinears, Precision, Rac, ResidualMask,
-    Selection, pack, packed_weight,
+    Activation, Compensation, Granularity, Nvfp4, Nvfp4Backend, Nvfp4QTensor, Nvfp4Tensor, OuterScaleConvention,
+    PackLinears, PackedWeight, Precision, Rac, ResidualMask, Selection, Storage, WeightFormat, pack, packed_weight,
 };
 use by_hand::{B, bits, tensor, values};
 
@@ -262,6 +262,43 @@ fn a_setting_can_change_without_packing_anew() {
     let foreign = Activation::Compensated(Compensation::Mask(mask(48)));
     let error = other.with_activation(foreign).unwrap_err().to_string();
     assert_eq!(error, "expected a residual mask over d_in = 32 channels, got 48");
+}
+
+#[test]
+fn an_outer_scale_may_divide() {
+    // compressed-tensors' convention: the same scale, rounded elsewhere.
+    let w = packed_weight(&pack(tensor::<B, 2>(16, [32, 10]), &Precision::W4A16, None, None).unwrap()).unwrap();
+    let reciprocal = 1.0 / w.outer_scales()[0];
+    let outer_scales = Tensor::<Flex, 1>::from_floats([reciprocal], &Default::default())
+        .into_primitive()
+        .tensor();
+    let storage = Storage {
+        outer_scales,
+        convention: OuterScaleConvention::Divide,
+        ..w.storage().clone()
+    };
+    let divided = PackedWeight::new(storage, 2);
+    let (codes, scales) = (divided.codes(), divided.block_scales());
+    let decoded = Flex::with_floats(&Flex::unpack_weight(&divided), <[f32]>::to_vec);
+    for row in 0..10 {
+        for c in 0..32 {
+            let at = row * 32 + c;
+            let code = codes[at / 2] >> (4 * (at % 2)) & 15;
+            let step = kernels_cubecl::e4m3::decode(scales[at / 16]) / reciprocal;
+            assert_eq!(decoded[c * 10 + row], kernels_cubecl::e2m1::decode(code) * step);
+        }
+    }
+    let quantized = Nvfp4QTensor::Lazy {
+        tensor: Nvfp4Tensor::Packed(divided),
+        scheme: WeightFormat::Nvfp4.scheme(),
+    };
+    let data = Tensor::<B, 2>::from_primitive(TensorPrimitive::QFloat(quantized)).into_data();
+    let back = packed_weight(&Tensor::<B, 2>::from_data(data, &Default::default())).unwrap();
+    assert_eq!(
+        back.storage().convention,
+        OuterScaleConvention::Divide,
+        "records keep the convention"
+    );
 }
 
 #[test]

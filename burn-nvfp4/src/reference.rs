@@ -1,0 +1,183 @@
+//! What the reference route needs on the host: packing group by group, and tensors from and to it.
+use burn_backend::{
+    Backend, DType, FloatDType, IntDType, Shape, Slice, TensorData, TensorMetadata, read_sync,
+    tensor::{Device, FloatTensor, IntTensor},
+};
+use kernels_cubecl::{BLOCK, Error, OuterScale, WeightLayout, host};
+
+use crate::{PackError, WeightFormat};
+
+/// `(groups, d_in, d_out)` of a weight that can be packed.
+pub(crate) fn weight_dims(shape: &Shape, format: WeightFormat) -> Result<(usize, usize, usize), PackError> {
+    let (groups, d_in, d_out) = match shape.num_dims() {
+        2 => (1, shape[0], shape[1]),
+        3 => (shape[0], shape[1], shape[2]),
+        _ => return Err(PackError::Rank { shape: shape.clone() }),
+    };
+    if format == WeightFormat::Nvfp4 && !d_in.is_multiple_of(BLOCK) {
+        return Err(PackError::UnalignedInput { d_in });
+    }
+    Ok((groups, d_in, d_out))
+}
+
+/// Codes and scales of all groups, one after the other.
+pub(crate) struct PackedGroups {
+    pub(crate) codes: Vec<u8>,
+    pub(crate) codes_shape: Shape,
+    pub(crate) block_scales: Vec<u8>,
+    pub(crate) block_scales_shape: Shape,
+    pub(crate) outer_scales: Vec<f32>,
+    pub(crate) outer_scales_shape: Shape,
+}
+
+/// Packs `groups` matrices `[d_in, d_out]`, each under its own outer scale.
+pub(crate) fn pack_groups(
+    w: &[f32],
+    groups: usize,
+    d_in: usize,
+    d_out: usize,
+    format: WeightFormat,
+    amax: Option<&[f32]>,
+) -> Result<PackedGroups, PackError> {
+    let rows = groups * d_out;
+    let mut packed = match format {
+        WeightFormat::Nvfp4 => PackedGroups {
+            codes: Vec::with_capacity(rows * d_in / 2),
+            codes_shape: [rows, d_in / 2].into(),
+            block_scales: Vec::with_capacity(rows * d_in / BLOCK),
+            block_scales_shape: [rows, d_in / BLOCK].into(),
+            outer_scales: Vec::with_capacity(groups),
+            outer_scales_shape: [groups].into(),
+        },
+        WeightFormat::Fp8 => PackedGroups {
+            codes: Vec::with_capacity(rows * d_in),
+            codes_shape: [rows, d_in].into(),
+            block_scales: Vec::new(),
+            block_scales_shape: [0].into(),
+            outer_scales: Vec::with_capacity(rows),
+            outer_scales_shape: [rows].into(),
+        },
+    };
+    for group in 0..groups {
+        let w = &w[group * d_in * d_out..(group + 1) * d_in * d_out];
+        let layout = WeightLayout::Transposed;
+        let located = |error| match error {
+            Error::NonFinite { row, column, value } => PackError::NonFinite {
+                group,
+                row: column,
+                column: row,
+                value,
+            },
+            error => PackError::Kernel(error),
+        };
+        match format {
+            WeightFormat::Nvfp4 => {
+                let amax = amax.map(|amax| amax[group]);
+                let weight = host::quantize_weight(w, d_out, d_in, layout, amax).map_err(located)?;
+                packed.codes.extend(weight.codes);
+                packed.block_scales.extend(weight.block_scales);
+                let (OuterScale::Multiply(scale) | OuterScale::Divide(scale)) = weight.outer_scale;
+                packed.outer_scales.push(scale);
+            }
+            WeightFormat::Fp8 => {
+                let weight = host::quantize_weight_fp8(w, d_out, d_in, layout).map_err(located)?;
+                packed.codes.extend(weight.codes);
+                packed.outer_scales.extend(weight.channel_scales);
+            }
+        }
+    }
+    Ok(packed)
+}
+
+/// A U8 tensor.
+pub(crate) fn bytes_tensor<B: Backend>(values: Vec<u8>, shape: Shape, device: &Device<B>) -> IntTensor<B> {
+    let tensor = B::int_from_data(TensorData::new(values, shape), device);
+    match tensor.dtype() {
+        DType::U8 => tensor,
+        _ => B::int_cast(tensor, IntDType::U8),
+    }
+}
+
+/// A float tensor of type `dtype`.
+pub(crate) fn floats_tensor<B: Backend>(
+    values: Vec<f32>,
+    shape: Shape,
+    device: &Device<B>,
+    dtype: FloatDType,
+) -> FloatTensor<B> {
+    let tensor = B::float_from_data(TensorData::new(values, shape), device);
+    match tensor.dtype() == dtype.into() {
+        true => tensor,
+        false => B::float_cast(tensor, dtype),
+    }
+}
+
+/// `(product of all dimensions but the last, the last)`.
+pub(crate) fn rows(shape: &Shape) -> (usize, usize) {
+    let last = shape.num_dims() - 1;
+    ((0..last).map(|dim| shape[dim]).product(), shape[last])
+}
+
+/// Adds `bias [n]` to each row of `y [.., n]`.
+pub(crate) fn add_to_rows(y: &mut [f32], bias: &[f32]) {
+    if bias.is_empty() {
+        return;
+    }
+    for row in y.chunks_exact_mut(bias.len()) {
+        for (y, bias) in row.iter_mut().zip(bias) {
+            *y += bias;
+        }
+    }
+}
+
+/// [`Nvfp4Backend::grouped_linear`](crate::Nvfp4Backend::grouped_linear) in operations of Burn: one slice and one matmul a group.
+pub(crate) fn grouped_linear_by_slices<B: Backend>(
+    x: FloatTensor<B>,
+    weight: FloatTensor<B>,
+    counts: IntTensor<B>,
+) -> FloatTensor<B> {
+    let (shape, dims) = (x.shape(), weight.shape());
+    let counts = group_counts::<B>(counts, &shape, &dims);
+    let mut parts = Vec::new();
+    let mut start = 0;
+    for (group, count) in counts.into_iter().enumerate().filter(|(_, count)| *count > 0) {
+        let rows = B::float_slice(x.clone(), &[Slice::from(start..start + count), Slice::full()]);
+        let matrix = B::float_slice(
+            weight.clone(),
+            &[Slice::from(group..group + 1), Slice::full(), Slice::full()],
+        );
+        let matrix = B::float_reshape(matrix, Shape::from([dims[1], dims[2]]));
+        parts.push(B::float_matmul(rows, matrix));
+        start += count;
+    }
+    if parts.is_empty() {
+        let shape = Shape::from([0, dims[2]]);
+        return B::float_zeros(shape, &B::float_device(&x), x.dtype().into());
+    }
+    B::float_cat(parts, 0)
+}
+
+/// Reads the rows of each group, and checks them against `x [tokens, d_in]`.
+pub(crate) fn group_counts<B: Backend>(counts: IntTensor<B>, x: &Shape, weights: &Shape) -> Vec<usize> {
+    assert_eq!(
+        weights.num_dims(),
+        3,
+        "grouped linear: expected weights [groups, d_in, d_out], got {weights}"
+    );
+    let (groups, d_in) = (weights[0], weights[1]);
+    assert!(
+        x.num_dims() == 2 && x[1] == d_in,
+        "grouped linear: input {x} does not match the weights {weights}: expected [tokens, {d_in}]"
+    );
+    let counts = read_sync(B::int_into_data(counts)).expect("a tensor can be read back");
+    let counts: Vec<usize> = counts
+        .iter::<i64>()
+        .map(|count| usize::try_from(count).unwrap_or_else(|_| panic!("grouped linear: {count} rows in a group")))
+        .collect();
+    assert!(
+        counts.len() == groups && counts.iter().sum::<usize>() == x[0],
+        "grouped linear: expected {groups} counts that sum to {} rows, got {counts:?}",
+        x[0]
+    );
+    counts
+}
