@@ -22,7 +22,7 @@ use std::{
 };
 
 use burn::tensor::{Int, Tensor, TensorData, backend::Backend};
-use kernels_cubecl::{Granularity, ResidualMask, host};
+use kernels_cubecl::{Granularity, ResidualMask};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
 use crate::{
@@ -82,7 +82,9 @@ impl<B: QuadsBackend> Calibrator<B> {
 
     /// `Σ r²` of each channel, by layer in forward order.
     pub fn energies(&self) -> impl Iterator<Item = (&str, Vec<f32>)> {
-        self.probes.iter().map(|(layer, probe)| (layer.as_str(), probe.sums()))
+        self.probes
+            .iter()
+            .map(|(layer, probe)| (layer.as_str(), probe.sums(Granularity::Channel)))
     }
 
     /// The masks: of each layer's channels (or blocks of channels) the `fraction` with the largest sums.
@@ -97,13 +99,14 @@ impl<B: QuadsBackend> Calibrator<B> {
             return Err(CalibrationError::Fraction { fraction });
         }
         let mut masks = BTreeMap::new();
-        for (layer, energy) in self.energies() {
-            if let Some(channel) = energy.iter().position(|sum| !sum.is_finite()) {
-                let layer = layer.to_string();
+        for (layer, probe) in &self.probes {
+            let channels = probe.sums(Granularity::Channel);
+            if let Some(channel) = channels.iter().position(|sum| !sum.is_finite()) {
+                let layer = layer.clone();
                 return Err(CalibrationError::NonFinite { layer, channel });
             }
-            let mask = host::select_channels(&energy, granularity, fraction);
-            masks.insert(layer.to_string(), mask);
+            let mask = ResidualMask::from_energy(&probe.sums(granularity), channels.len(), granularity, fraction);
+            masks.insert(layer.clone(), mask);
         }
         Ok(ResidualMasks(masks))
     }
@@ -274,6 +277,7 @@ mod tests {
     use crate::modules::moe_config::QuadsMoeConfig;
     use burn::backend::Flex;
     use burn_nvfp4::{Nvfp4, Precision};
+    use kernels_cubecl::host;
 
     type B = Nvfp4<Flex>;
 
@@ -359,6 +363,43 @@ mod tests {
             let smallest = chosen(true).fold(f32::INFINITY, f32::min);
             assert!(chosen(false).all(|e| e <= smallest), "{layer}");
         }
+    }
+
+    #[test]
+    fn sums_do_not_depend_on_the_batch() {
+        let run = |batch| {
+            let mut calibrator = Calibrator::new(&model());
+            calibrator.run(&sequences(), batch);
+            energies(&calibrator)
+        };
+        let alone = run(1);
+        for (layer, (name, sums)) in run(64).into_iter().enumerate() {
+            // The model's own last bits may depend on the batch, hence not to the bit.
+            let close = sums.iter().zip(&alone[layer].1).all(|(a, b)| (a - b).abs() <= 1e-4 * b);
+            assert!(close, "{name}: {sums:?}, one at a time {:?}", alone[layer].1);
+        }
+    }
+
+    #[test]
+    fn blocks_are_summed_row_by_row() {
+        let model = model();
+        let mut calibrator = Calibrator::new(&model);
+        calibrator.run(&sequences(), 1);
+        let masks = calibrator.masks(Granularity::Block16, 0.5).unwrap();
+        let mut expected = vec![0.0; 4];
+        for sequence in sequences() {
+            let (n, ids): (_, Vec<i64>) = (sequence.len(), sequence.into_iter().map(i64::from).collect());
+            let tokens = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [1, n]), &Default::default());
+            let x = rms_norm(&model.layers[0].input_layernorm, model.embed_tokens.forward(tokens)).into_data();
+            let x = x.as_slice::<f32>().unwrap();
+            host::accumulate_residual_energy(x, n, 64, Granularity::Block16, &mut expected).unwrap();
+        }
+        assert_eq!(calibrator.probes[0].1.sums(Granularity::Block16), expected);
+        let mask = masks.get("layers.0.self_attn.qkv_proj").unwrap();
+        assert_eq!(
+            *mask,
+            ResidualMask::from_energy(&expected, 64, Granularity::Block16, 0.5)
+        );
     }
 
     #[test]

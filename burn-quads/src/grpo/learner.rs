@@ -380,8 +380,9 @@ where
             }
             _ => prepared.counted_tokens(rows.iter().copied()) as f64,
         };
+        let counted = |row: &&usize| prepared.counts[**row] && prepared.length(**row) > 0;
         Normalizer {
-            rows: rows.len(),
+            rows: rows.iter().filter(counted).count(),
             tokens,
             max_completion_length: self.config.max_completion_length,
         }

@@ -41,10 +41,10 @@ impl ActivationSite {
             .unwrap_or_else(|error| panic!("activations of a {precision} layer: {error}"))
     }
 
-    /// Measures `x` if a probe is set.
-    pub(crate) fn observe<B: Backend>(&self, x: &Tensor<B, 2>) {
+    /// Measures the input, rows in token order, if a probe is set.
+    pub(crate) fn observe<B: Backend>(&self, x: impl FnOnce() -> Tensor<B, 2>) {
         if let Some(probe) = &self.probe {
-            probe.add(x.clone());
+            probe.add(x());
         }
     }
 
@@ -60,15 +60,20 @@ impl ActivationSite {
     }
 }
 
-/// Sums `Σ r²` of each channel over the rows that pass, in the order in which they pass; `r` is the residual of NVFP4
-/// quantization. Clones share the sums.
+/// Sums `Σ r²` of each channel and block over the rows that pass, in the order in which they pass; `r` is the residual of
+/// NVFP4 quantization. Clones share the sums.
 #[derive(Clone, Debug)]
-pub struct EnergyProbe(Arc<Mutex<Vec<f32>>>);
+pub struct EnergyProbe(Arc<Mutex<[Vec<f32>; 3]>>);
+
+/// In the order of a probe's sums. A block's sum is not that of its channels: each row's block is summed first.
+const GRANULARITIES: [Granularity; 3] = [Granularity::Channel, Granularity::Block16, Granularity::Block64];
 
 impl EnergyProbe {
     /// For inputs of `k` channels.
     pub fn new(k: usize) -> Self {
-        Self(Arc::new(Mutex::new(vec![0.0; k])))
+        Self(Arc::new(Mutex::new(
+            GRANULARITIES.map(|granularity| vec![0.0; granularity.units(k)]),
+        )))
     }
 
     fn add<B: Backend>(&self, x: Tensor<B, 2>) {
@@ -76,13 +81,17 @@ impl EnergyProbe {
         let x = x.into_data().convert::<f32>();
         let x = x.as_slice().expect("converted to f32");
         let mut sums = self.0.lock().expect("no thread panics while it holds the sums");
-        host::accumulate_residual_energy(x, rows, k, Granularity::Channel, &mut sums)
-            .unwrap_or_else(|error| panic!("residuals of an input [{rows}, {k}]: {error}"));
+        for (granularity, sums) in GRANULARITIES.into_iter().zip(sums.iter_mut()) {
+            host::accumulate_residual_energy(x, rows, k, granularity, sums)
+                .unwrap_or_else(|error| panic!("residuals of an input [{rows}, {k}]: {error}"));
+        }
     }
 
-    /// The sums so far, `[k]`.
-    pub fn sums(&self) -> Vec<f32> {
-        self.0.lock().expect("no thread panics while it holds the sums").clone()
+    /// The sums so far, one a channel or block.
+    pub fn sums(&self, granularity: Granularity) -> Vec<f32> {
+        let sums = self.0.lock().expect("no thread panics while it holds the sums");
+        let index = GRANULARITIES.iter().position(|g| *g == granularity);
+        sums[index.expect("all granularities are listed")].clone()
     }
 }
 

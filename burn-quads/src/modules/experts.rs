@@ -112,7 +112,7 @@ impl<B: QuadsBackend> QuadsExperts<B> {
         let [tokens, top_k] = routing.expert_ids.dims();
         let dispatch = Dispatch::new(routing.expert_ids.clone(), experts);
 
-        self.input.observe(&x);
+        self.input.observe(|| x.clone());
         let packed = is_packed(&self.down_proj.val());
         let quantize = |site: &ActivationSite, x| match packed {
             true => x,
@@ -125,7 +125,8 @@ impl<B: QuadsBackend> QuadsExperts<B> {
         // Quantized before the rows are repeated: once a token.
         let rows = quantize(&self.input, x).select(0, dispatch.tokens);
         let hidden = B::swiglu(grouped_linear(rows, gate_up_proj, dispatch.counts.clone()));
-        self.hidden.observe(&hidden);
+        self.hidden
+            .observe(|| hidden.clone().select(0, dispatch.inverse.clone()));
         let rows = grouped_linear(quantize(&self.hidden, hidden), down_proj, dispatch.counts);
 
         // Back to token order, then summed in the router's order: the same sum whatever the batch.

@@ -209,7 +209,7 @@ impl<B: QuadsBackend, const N: usize> OuterScaleGroup<'_, B, N> {
         // One matrix: the gradient of a weight is then one product, not one for each leading index.
         let rows = shape[..D - 1].iter().product::<usize>();
         let mut x = x.reshape([rows, d_input]);
-        first.input.observe(&x);
+        first.input.observe(|| x.clone());
         let weights = if is_packed(&first.weight.val()) {
             self.members.map(|member| member.weight.val())
         } else {

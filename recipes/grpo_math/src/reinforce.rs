@@ -1,7 +1,7 @@
 //! GRPO on quantized rollouts: sample, reward, learn, pack the new weights.
 use anyhow::{Context, Result};
 use burn::module::AutodiffModule;
-use burn_nvfp4::Precision;
+use burn_nvfp4::{Precision, Selection};
 use burn_quads::{
     calibrate::ResidualMasks,
     grpo::{Learner, RolloutBatch},
@@ -46,14 +46,20 @@ pub struct Reinforced {
 impl Reinforced {
     /// Begins with a policy that is warm.
     pub fn begin(config: &Config, problems: &Problems, warm: Warm) -> Result<Self> {
-        let wanted = needs_masks(&config.learner.precision) || needs_masks(&config.rollout.precision);
+        // Where no side is compensated the last table still is, in the selection asked for.
+        let wanted = config.rac.rac.selection == Selection::Calibrated;
         let masks = wanted.then(|| calibrate(config, problems, &warm.policy)).transpose()?;
         let policy = in_training(config, warm.policy, masks.as_ref())?;
         Self::new(config, Learner::new(policy, config.learner.grpo)?, masks, warm.steps, 0)
     }
 
-    /// Goes on from a checkpoint; `first` is that of step 0, which the KL term refers to.
-    pub fn resume(config: &Config, problems: &Problems, checkpoint: &Checkpoint, first: &Checkpoint) -> Result<Self> {
+    /// Goes on from a checkpoint; `first` is that of step 0, which a KL term refers to.
+    pub fn resume(
+        config: &Config,
+        problems: &Problems,
+        checkpoint: &Checkpoint,
+        first: Option<&Checkpoint>,
+    ) -> Result<Self> {
         let state = &checkpoint.state;
         let step = match state.position {
             Position::Grpo(step) => step,
@@ -63,7 +69,7 @@ impl Reinforced {
         let optimizer = read_optimizer(config.learner.grpo.optimizer.init(), &policy, checkpoint)?;
         let mut learner = Learner::new(in_training(config, policy, masks.as_ref())?, config.learner.grpo)?;
         learner.restore(optimizer, step, state.skipped);
-        if config.learner.grpo.loss.beta > 0.0 {
+        if let Some(first) = first {
             let (reference, masks) = read_policy(config, problems, first)?;
             learner.set_reference(in_training(config, reference, masks.as_ref())?.valid());
         }

@@ -52,12 +52,17 @@ pub fn run(
 
     let mut reinforced = match (&checkpoint, position) {
         (Some(checkpoint), Position::Grpo(_)) => {
-            let first = Checkpoints::new(folder.checkpoints());
-            let first = first
-                .read(Position::Grpo(0))
-                .context("the checkpoint step_0000, after the warm-up, is needed")?;
-            check_fingerprint(folder, config, &first)?;
-            Reinforced::resume(config, &problems, checkpoint, &first)?
+            // Only a KL term refers to the policy after the warm-up.
+            let first = (config.learner.grpo.loss.beta > 0.0)
+                .then(|| -> Result<Checkpoint> {
+                    let first = Checkpoints::new(folder.checkpoints())
+                        .read(Position::Grpo(0))
+                        .context("the checkpoint step_0000, after the warm-up, is needed")?;
+                    check_fingerprint(folder, config, &first)?;
+                    Ok(first)
+                })
+                .transpose()?;
+            Reinforced::resume(config, &problems, checkpoint, first.as_ref())?
         }
         _ => match warm_up(&mut session, checkpoint.as_ref())? {
             Stage::Stopped(at) => return stopped(&session, at),
