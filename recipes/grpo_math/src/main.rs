@@ -1,5 +1,5 @@
 //! Trains a small mixture-of-experts language model by GRPO on NVFP4 rollouts. The parts are in the library beside.
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Parser;
 use grpo_math::{
     checkpoints::Checkpoints,
@@ -50,6 +50,12 @@ fn start(arguments: &RunArgs) -> Result<ExitCode> {
         Some(path) => {
             let (folder, config) = RunFolder::open(path, &arguments.set)?;
             let checkpoint = newest_checkpoint(&folder, &config)?;
+            if let Position::Grpo(reached) = checkpoint.state.position
+                && reached > config.learner.steps
+            {
+                let steps = config.learner.steps;
+                bail!("grpo.steps = {steps}: the run has reached step {reached}; expected at least that");
+            }
             folder.write_config(&config)?;
             (folder, config, Some(checkpoint))
         }

@@ -167,12 +167,13 @@ impl MetricsFile {
     }
 }
 
-/// The whole lines up to `position`.
+/// The whole lines up to `position`, but not that of GRPO step 0: it is evaluated again.
 fn cut(text: &str, position: Position) -> String {
+    let keep = |at: Position| at < position || (at == position && at != Position::Grpo(0));
     text.split_inclusive('\n')
         .take_while(|line| {
             let parsed = serde_json::from_str::<MetricsLine>(line);
-            line.ends_with('\n') && parsed.is_ok_and(|parsed| parsed.position <= position)
+            line.ends_with('\n') && parsed.is_ok_and(|parsed| keep(parsed.position))
         })
         .collect()
 }
@@ -243,6 +244,7 @@ mod tests {
         };
         assert_eq!(steps(Grpo(9)), [Warmup(1), Warmup(2), Grpo(0), Grpo(1), Grpo(2)]);
         assert_eq!(steps(Grpo(1)), [Warmup(1), Warmup(2), Grpo(0), Grpo(1)]);
+        assert_eq!(steps(Grpo(0)), [Warmup(1), Warmup(2)], "step 0 is written again");
         assert_eq!(steps(Warmup(1)), [Warmup(1)]);
         assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 1);
         fs::remove_file(path).unwrap();

@@ -154,3 +154,33 @@ fn settings_changed_behind_a_runs_back_are_noticed() {
         text(&output)
     );
 }
+
+#[test]
+fn a_run_killed_before_its_second_checkpoint_ends_the_same() {
+    let (whole, killed) = (folder("only_the_first_whole"), folder("only_the_first"));
+    succeed(&mut command(&whole, LONGER));
+    succeed(&mut command(&killed, LONGER));
+    for entry in fs::read_dir(killed.join("run/checkpoints")).unwrap() {
+        let path = entry.unwrap().path();
+        if !path.ends_with("step_0000") {
+            fs::remove_dir_all(path).unwrap();
+        }
+    }
+    succeed(&mut resume(&killed, &[]));
+    assert_same(&whole, &killed);
+}
+
+#[test]
+fn fewer_steps_than_a_run_has_reached_are_refused() {
+    let folder = folder("fewer_steps");
+    succeed(&mut command(&folder, &[]));
+    let output = resume(&folder, &["grpo.steps=3"]).output().unwrap();
+    let said = text(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("grpo.steps = 3: the run has reached step 6"), "{said}");
+    assert!(
+        fs::read_to_string(folder.join("run/config.toml"))
+            .unwrap()
+            .contains("steps = 6")
+    );
+}
