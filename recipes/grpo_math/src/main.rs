@@ -1,4 +1,8 @@
 //! Trains a small mixture-of-experts language model by GRPO on NVFP4 rollouts. The parts are in the library beside.
+use tracing_subscriber::Layer;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 use anyhow::{Context, Result, bail};
 use clap::Parser;
 use grpo_math::{
@@ -33,12 +37,11 @@ fn main() -> ExitCode {
 }
 
 fn start_logging(verbose: bool) {
-    let default = if verbose { "debug" } else { "warn" };
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env();
-    tracing_subscriber::fmt()
-        .with_env_filter(filter.unwrap_or_else(|_| default.into()))
-        .with_writer(std::io::stderr)
-        .init();
+    let default = if verbose { LevelFilter::DEBUG } else { LevelFilter::WARN };
+    let asked = std::env::var("RUST_LOG").ok().and_then(|targets| targets.parse().ok());
+    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    let targets = asked.unwrap_or_else(|| Targets::new().with_default(default));
+    tracing_subscriber::registry().with(lines.with_filter(targets)).init();
 }
 
 fn start(arguments: &RunArgs) -> Result<ExitCode> {
