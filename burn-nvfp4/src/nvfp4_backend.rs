@@ -12,8 +12,8 @@ use kernels_cubecl::{Activation, Error, WeightLayout, host};
 use crate::{
     OuterScaleConvention, PackError, PackedWeight, Storage, WeightFormat,
     reference::{
-        add_to_rows, bytes_tensor, floats_tensor, group_counts, grouped_linear_by_slices, pack_groups, rows,
-        weight_dims,
+        add_to_rows, bytes_tensor, floats_tensor, group_amax, group_counts, grouped_linear_by_slices, pack_groups,
+        round_groups, rows, weight_dims,
     },
 };
 
@@ -47,16 +47,7 @@ pub trait Nvfp4Backend: Backend {
         let shape = weight.shape();
         let device = Self::float_device(&weight);
         let (groups, d_in, d_out) = weight_dims(&shape, format)?;
-        let amax = match amax {
-            Some(amax) if format == WeightFormat::Nvfp4 => Some(Self::with_floats(&amax, <[f32]>::to_vec)),
-            _ => None,
-        };
-        if let Some(actual) = amax.as_ref().map(Vec::len).filter(|len| *len != groups) {
-            return Err(PackError::AmaxLength {
-                expected: groups,
-                actual,
-            });
-        }
+        let amax = group_amax::<Self>(amax, groups, format)?;
         let dtype = weight.dtype().into();
         let packed = Self::with_floats(&weight, |w| {
             pack_groups(w, groups, d_in, d_out, format, amax.as_deref())
@@ -172,8 +163,17 @@ pub trait Nvfp4Backend: Backend {
         amax: Option<FloatTensor<Self>>,
     ) -> FloatTensor<Self> {
         let (shape, device, dtype) = (weight.shape(), Self::float_device(&weight), weight.dtype().into());
-        match Self::pack_weight(weight, format, amax) {
-            Ok(packed) => Self::unpack_weight(&packed),
+        let faked = match format {
+            // Straight to the values, without codes in between.
+            WeightFormat::Nvfp4 => weight_dims(&shape, format).and_then(|(groups, d_in, d_out)| {
+                let amax = group_amax::<Self>(amax, groups, format)?;
+                let values = Self::with_floats(&weight, |w| round_groups(w, d_in, d_out, amax.as_deref()))?;
+                Ok(floats_tensor::<Self>(values, shape.clone(), &device, dtype))
+            }),
+            WeightFormat::Fp8 => Self::pack_weight(weight, format, amax).map(|packed| Self::unpack_weight(&packed)),
+        };
+        match faked {
+            Ok(values) => values,
             Err(PackError::NonFinite { .. }) => Self::float_full(shape, f32::NAN.into(), &device, dtype),
             Err(PackError::Kernel(Error::Amax { amax, .. })) if !amax.is_finite() => {
                 Self::float_full(shape, f32::NAN.into(), &device, dtype)
@@ -195,15 +195,6 @@ pub trait Nvfp4Backend: Backend {
         })
         .unwrap_or_else(|error| panic!("fake quantization of activations {shape}: {error}"));
         floats_tensor::<Self>(values, shape, &Self::float_device(&x), x.dtype().into())
-    }
-
-    /// Sum over all rows of `x [.., k]` of each channel's squared first-pass residual, `[k]`.
-    fn residual_energy(x: FloatTensor<Self>) -> FloatTensor<Self> {
-        let shape = x.shape();
-        let (tokens, k) = rows(&shape);
-        let energy = Self::with_floats(&x, |x| host::residual_energy(x, tokens, k))
-            .unwrap_or_else(|error| panic!("residual energy of activations {shape}: {error}"));
-        floats_tensor::<Self>(energy, Shape::from([k]), &Self::float_device(&x), FloatDType::F32)
     }
 
     /// [`packed_grouped_linear`](Nvfp4Backend::packed_grouped_linear) with dense weights `[groups, d_in, d_out]`.

@@ -5,7 +5,7 @@ use burn_backend::{
 };
 use kernels_cubecl::{BLOCK, Error, OuterScale, WeightLayout, host};
 
-use crate::{PackError, WeightFormat};
+use crate::{Nvfp4Backend, PackError, WeightFormat};
 
 /// `(groups, d_in, d_out)` of a weight that can be packed.
 pub(crate) fn weight_dims(shape: &Shape, format: WeightFormat) -> Result<(usize, usize, usize), PackError> {
@@ -61,15 +61,7 @@ pub(crate) fn pack_groups(
     for group in 0..groups {
         let w = &w[group * d_in * d_out..(group + 1) * d_in * d_out];
         let layout = WeightLayout::Transposed;
-        let located = |error| match error {
-            Error::NonFinite { row, column, value } => PackError::NonFinite {
-                group,
-                row: column,
-                column: row,
-                value,
-            },
-            error => PackError::Kernel(error),
-        };
+        let located = |error| located(error, group);
         match format {
             WeightFormat::Nvfp4 => {
                 let amax = amax.map(|amax| amax[group]);
@@ -87,6 +79,50 @@ pub(crate) fn pack_groups(
         }
     }
     Ok(packed)
+}
+
+/// The largest magnitudes that the outer scales of `groups` weights cover, where they are given and matter.
+pub(crate) fn group_amax<B: Nvfp4Backend>(
+    amax: Option<FloatTensor<B>>,
+    groups: usize,
+    format: WeightFormat,
+) -> Result<Option<Vec<f32>>, PackError> {
+    let amax = match amax {
+        Some(amax) if format == WeightFormat::Nvfp4 => Some(B::with_floats(&amax, <[f32]>::to_vec)),
+        _ => None,
+    };
+    match amax.as_ref().map(Vec::len).filter(|len| *len != groups) {
+        Some(actual) => Err(PackError::AmaxLength {
+            expected: groups,
+            actual,
+        }),
+        None => Ok(amax),
+    }
+}
+
+/// What matrices `[d_in, d_out]` decode to once packed by [`pack_groups`], bit for bit.
+pub(crate) fn round_groups(w: &[f32], d_in: usize, d_out: usize, amax: Option<&[f32]>) -> Result<Vec<f32>, PackError> {
+    let mut values = vec![0.0; w.len()];
+    let size = (d_in * d_out).max(1);
+    for (group, (w, values)) in w.chunks(size).zip(values.chunks_mut(size)).enumerate() {
+        let amax = amax.map(|amax| amax[group]);
+        host::fake_quantize_weight(w, d_out, d_in, WeightLayout::Transposed, amax, values)
+            .map_err(|error| located(error, group))?;
+    }
+    Ok(values)
+}
+
+/// Names the place in a weight `[groups, d_in, d_out]`, whose rows are a kernel's columns.
+fn located(error: Error, group: usize) -> PackError {
+    match error {
+        Error::NonFinite { row, column, value } => PackError::NonFinite {
+            group,
+            row: column,
+            column: row,
+            value,
+        },
+        error => PackError::Kernel(error),
+    }
 }
 
 /// A U8 tensor.

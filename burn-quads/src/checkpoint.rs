@@ -12,7 +12,7 @@
 //!
 //! Everything is f32. Residual masks lie in a file of their own ([`ResidualMasks::save`]).
 //!
-//! [`ResidualMasks::save`]: crate::calibrate::ResidualMasks::save
+//! [`ResidualMasks::save`]: crate::modules::residual_masks::ResidualMasks::save
 use std::{
     collections::{BTreeMap, HashMap},
     ops::Range,

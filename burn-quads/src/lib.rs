@@ -1,7 +1,8 @@
 //! QUADS: reinforcement learning of mixture-of-experts language models on NVFP4 rollouts.
 //!
 //! Reading order: [`backend`] (operations with straight-through gradients), [`modules`] (layers and the model),
-//! [`sync`] (trainer to rollout), [`rollout`] (sampling), [`tasks`] (problems and rewards), [`grpo`] (learning),
+//! [`sync`] (trainer to rollout), [`rollout`] (sampling), [`tasks`] (generated problems), [`dataset`] and [`rewards`]
+//! (problems in free text), [`grpo`] (learning),
 //! [`mismatch`] (how far the two sides differ).
 #![warn(missing_docs)]
 
@@ -9,11 +10,13 @@ pub mod backend;
 pub mod calibrate;
 pub mod causal_lm;
 pub mod checkpoint;
+pub mod dataset;
 pub mod grpo;
 mod host;
 pub mod layer_backend;
 pub mod mismatch;
 pub mod modules;
+pub mod rewards;
 pub mod rollout;
 pub mod sync;
 pub mod tasks;

@@ -9,9 +9,11 @@ use burn_nvfp4::{
 use kernels_cubecl::ResidualMask;
 
 use crate::{
-    calibrate::{MaskError, ResidualMasks},
     layer_backend::LayerBackend,
-    modules::moe::{PrecisionError, QuadsMoe},
+    modules::{
+        moe::{PrecisionError, QuadsMoe},
+        residual_masks::{MaskError, ResidualMasks},
+    },
 };
 
 /// Why the weights could not be packed.

@@ -40,10 +40,12 @@ fn nothing_in_nothing_out() {
             let quantized = host::quantize_activations(&values(tokens * k), tokens, k, None).unwrap();
             host::matmul_quantized(&quantized, view, &mut vec![0.0; tokens * rows]).unwrap();
         }
-        assert_eq!(host::residual_energy(&[], 0, k).unwrap(), vec![0.0; k]);
+        let mut energy = vec![0.0; k];
+        host::accumulate_residual_energy(&[], 0, k, Granularity::Channel, &mut energy).unwrap();
+        assert_eq!(energy, vec![0.0; k]);
     }
     host::grouped_matmul(&[], &[], &[], &Activation::Nvfp4, &mut []).unwrap();
-    assert_eq!(host::select_channels(&[], Granularity::Block64, 0.5).k(), 0);
+    assert_eq!(ResidualMask::from_energy(&[], 0, Granularity::Block64, 0.5).k(), 0);
 }
 
 #[test]

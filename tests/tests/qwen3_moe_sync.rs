@@ -8,9 +8,10 @@ use burn::{
 };
 use burn_nvfp4::{Granularity, Nvfp4, Outcome, Precision, Rac, Selection, packed_weight};
 use burn_quads::{
-    calibrate::{Calibrator, ResidualMasks},
+    calibrate::Calibrator,
     causal_lm::TokenBatch,
     checkpoint::named_param_ids,
+    modules::residual_masks::ResidualMasks,
     modules::{linear::OuterScaleGroup, moe::QuadsMoe, moe_config::QuadsMoeConfig},
     sync::{pack_model, sync},
 };
@@ -223,7 +224,7 @@ fn calibrated() -> Precision {
 
 fn masks(model: &QuadsMoe<Trainer>) -> ResidualMasks {
     let sequences: Vec<Vec<u32>> = (0..4).map(|i| (0..8).map(|t| (i * 7 + t * 3) % 32).collect()).collect();
-    let mut calibrator = Calibrator::new(&model.valid());
+    let calibrator = Calibrator::new(&model.valid());
     calibrator.run(&sequences, 64);
     calibrator.masks(Granularity::Block16, 0.5).unwrap()
 }

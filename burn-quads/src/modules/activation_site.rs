@@ -1,17 +1,16 @@
-//! Where activations enter a quantized layer: which residuals are compensated there, and the statistics that choose them.
-use std::sync::{Arc, Mutex};
-
+//! Where activations enter a quantized layer: which residuals are compensated there, and what measures them.
 use burn::tensor::{Tensor, TensorPrimitive, backend::Backend};
 use burn_nvfp4::Precision;
-use kernels_cubecl::{Activation, Granularity, ResidualMask, host};
+use kernels_cubecl::{Activation, ResidualMask};
 
+use super::residual_probe::ResidualProbe;
 use crate::backend::QuadsBackend;
 
 /// The input of one or several quantized layers that share it (q/k/v of an attention; gate and up of the experts).
 #[derive(Clone, Debug, Default)]
 pub struct ActivationSite {
     mask: Option<ResidualMask>,
-    probe: Option<EnergyProbe>,
+    probe: Option<ResidualProbe>,
 }
 
 impl ActivationSite {
@@ -26,8 +25,38 @@ impl ActivationSite {
     }
 
     /// From now on every input is also measured by `probe`; see [`Calibrator`](crate::calibrate::Calibrator).
-    pub fn set_probe(&mut self, probe: Option<EnergyProbe>) {
+    pub fn set_probe(&mut self, probe: Option<ResidualProbe>) {
         self.probe = probe;
+    }
+
+    /// [`set_mask`](Self::set_mask) for an input of `k` channels.
+    ///
+    /// # Panics
+    /// When the mask has another number of channels; `name` says where.
+    pub(crate) fn set_checked_mask(&mut self, name: &str, k: usize, mask: Option<ResidualMask>) {
+        if let Some(mask) = &mask {
+            let channels = mask.k();
+            assert_eq!(
+                channels, k,
+                "the residual mask of {name} has {channels} channels, expected {k}"
+            );
+        }
+        self.set_mask(mask);
+    }
+
+    /// [`set_probe`](Self::set_probe) for an input of `k` channels.
+    ///
+    /// # Panics
+    /// When the probe is for another number of channels; `name` says where.
+    pub(crate) fn set_checked_probe(&mut self, name: &str, k: usize, probe: Option<ResidualProbe>) {
+        if let Some(probe) = &probe {
+            let channels = probe.k();
+            assert_eq!(
+                channels, k,
+                "the probe of {name} is for {channels} channels, expected {k}"
+            );
+        }
+        self.set_probe(probe);
     }
 
     /// How `precision` lets activations in here.
@@ -57,41 +86,6 @@ impl ActivationSite {
                 Tensor::from_primitive(TensorPrimitive::Float(x))
             }
         }
-    }
-}
-
-/// Sums `Σ r²` of each channel and block over the rows that pass, in the order in which they pass; `r` is the residual of
-/// NVFP4 quantization. Clones share the sums.
-#[derive(Clone, Debug)]
-pub struct EnergyProbe(Arc<Mutex<[Vec<f32>; 3]>>);
-
-/// In the order of a probe's sums. A block's sum is not that of its channels: each row's block is summed first.
-const GRANULARITIES: [Granularity; 3] = [Granularity::Channel, Granularity::Block16, Granularity::Block64];
-
-impl EnergyProbe {
-    /// For inputs of `k` channels.
-    pub fn new(k: usize) -> Self {
-        Self(Arc::new(Mutex::new(
-            GRANULARITIES.map(|granularity| vec![0.0; granularity.units(k)]),
-        )))
-    }
-
-    fn add<B: Backend>(&self, x: Tensor<B, 2>) {
-        let [rows, k] = x.dims();
-        let x = x.into_data().convert::<f32>();
-        let x = x.as_slice().expect("converted to f32");
-        let mut sums = self.0.lock().expect("no thread panics while it holds the sums");
-        for (granularity, sums) in GRANULARITIES.into_iter().zip(sums.iter_mut()) {
-            host::accumulate_residual_energy(x, rows, k, granularity, sums)
-                .unwrap_or_else(|error| panic!("residuals of an input [{rows}, {k}]: {error}"));
-        }
-    }
-
-    /// The sums so far, one a channel or block.
-    pub fn sums(&self, granularity: Granularity) -> Vec<f32> {
-        let sums = self.0.lock().expect("no thread panics while it holds the sums");
-        let index = GRANULARITIES.iter().position(|g| *g == granularity);
-        sums[index.expect("all granularities are listed")].clone()
     }
 }
 

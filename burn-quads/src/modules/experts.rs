@@ -4,11 +4,12 @@ use burn::{
     module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay, Param},
     tensor::{IndexingUpdateOp, Int, Tensor, TensorPrimitive, backend::Backend},
 };
-use burn_nvfp4::{Precision, WeightFormat};
-use kernels_cubecl::BLOCK;
+use burn_nvfp4::{Nvfp4, Nvfp4Backend, PackError, Precision, WeightFormat, pack};
+use kernels_cubecl::{BLOCK, ResidualMask};
 
 use super::{
     activation_site::{ActivationSite, is_packed},
+    residual_probe::ResidualProbe,
     router::Routing,
 };
 use crate::backend::QuadsBackend;
@@ -103,6 +104,63 @@ impl<B: Backend> QuadsExperts<B> {
         self.precision = precision;
         self
     }
+
+    /// The calibrated residual masks of the inputs of gate and up, `[d_model]`, and of down, `[d_ff]`.
+    pub fn residual_masks(&self) -> [Option<&ResidualMask>; 2] {
+        [self.input.mask(), self.hidden.mask()]
+    }
+
+    /// The experts with calibrated residual masks, one for the input of gate and up (`[d_model]`) and one for that of down
+    /// (`[d_ff]`), which `w4a4_rac` uses when its selection is calibrated; or without. Masks come from a [`ResidualProbe`].
+    ///
+    /// # Panics
+    /// When a mask does not have the channels of its input.
+    pub fn with_residual_masks(mut self, input: Option<ResidualMask>, hidden: Option<ResidualMask>) -> Self {
+        let [_, d_ff, d_model] = self.dims();
+        self.input.set_checked_mask("gate_up_proj", d_model, input);
+        self.hidden.set_checked_mask("down_proj", d_ff, hidden);
+        self
+    }
+
+    /// The experts that also measure the inputs of gate and up, and of down, or no longer do.
+    ///
+    /// # Panics
+    /// When a probe is not for the channels of its input.
+    pub fn with_probes(mut self, input: Option<ResidualProbe>, hidden: Option<ResidualProbe>) -> Self {
+        let [_, d_ff, d_model] = self.dims();
+        self.input.set_checked_probe("gate_up_proj", d_model, input);
+        self.hidden.set_checked_probe("down_proj", d_ff, hidden);
+        self
+    }
+}
+
+/// Why experts could not be packed.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[error("{tensor}: {source}")]
+pub struct ExpertsPackError {
+    /// `gate_up_proj` or `down_proj`.
+    pub tensor: &'static str,
+    /// What is wrong with it.
+    pub source: PackError,
+}
+
+impl<B: Nvfp4Backend> QuadsExperts<Nvfp4<B>> {
+    /// The experts for inference: both weights packed in `precision`, with an outer scale for each expert. The masters are
+    /// gone.
+    ///
+    /// # Errors
+    /// [`ExpertsPackError`] names the weight: a non-finite value, a width that does not fit, [`Precision::High`], or a
+    /// precision that needs a calibrated mask where none was set.
+    pub fn pack(mut self, precision: &Precision) -> Result<Self, ExpertsPackError> {
+        let named = |tensor| move |source| ExpertsPackError { tensor, source };
+        let gate_up_proj = pack(self.gate_up_proj.val(), precision, None, self.input.mask());
+        let gate_up_proj = gate_up_proj.map_err(named("gate_up_proj"))?;
+        let down_proj = pack(self.down_proj.val(), precision, None, self.hidden.mask()).map_err(named("down_proj"))?;
+        self.gate_up_proj = Param::initialized(self.gate_up_proj.id, gate_up_proj);
+        self.down_proj = Param::initialized(self.down_proj.id, down_proj);
+        self.precision = precision.clone();
+        Ok(self)
+    }
 }
 
 impl<B: QuadsBackend> QuadsExperts<B> {
@@ -114,6 +172,11 @@ impl<B: QuadsBackend> QuadsExperts<B> {
 
         self.input.observe(|| x.clone());
         let packed = is_packed(&self.down_proj.val());
+        assert_eq!(
+            is_packed(&self.gate_up_proj.val()),
+            packed,
+            "gate_up_proj and down_proj must both be packed, or neither: pack them with QuadsExperts::pack"
+        );
         let quantize = |site: &ActivationSite, x| match packed {
             true => x,
             false => site.quantize(x, &self.precision),
@@ -209,7 +272,8 @@ mod tests {
         backend::{Autodiff, Flex},
         tensor::{Distribution, TensorData, Tolerance, activation::silu},
     };
-    use burn_nvfp4::Nvfp4;
+    use burn_nvfp4::{Rac, packed_weight};
+    use kernels_cubecl::{Granularity, Selection};
 
     type B = Nvfp4<Flex>;
     type A = Autodiff<B>;
@@ -291,11 +355,7 @@ mod tests {
             Precision::W4A4,
             Precision::W4A4Rac(Default::default()),
         ] {
-            let mut experts = experts::<B>(precision.clone());
-            for weight in [&mut experts.gate_up_proj, &mut experts.down_proj] {
-                let packed = burn_nvfp4::pack(weight.val(), &precision, None, None).unwrap();
-                *weight = Param::initialized(weight.id, packed);
-            }
+            let experts = experts::<B>(precision.clone()).pack(&precision).unwrap();
             let x = random::<B>(5);
             let ids = [[0, 1], [2, 0], [1, 2], [0, 2], [2, 1]];
             let weights = [[0.5, 0.5], [0.9, 0.1], [0.7, 0.3], [0.6, 0.4], [0.8, 0.2]];
@@ -306,6 +366,129 @@ mod tests {
                 assert_eq!(alone.into_data(), together.into_data(), "token {t}, {precision}");
             }
         }
+    }
+
+    /// All precisions that quantize, with masks for those that need them.
+    fn quantized() -> Vec<Precision> {
+        let rac = |selection| {
+            Precision::W4A4Rac(Rac {
+                selection,
+                ..Rac::default()
+            })
+        };
+        vec![
+            Precision::W4A16,
+            Precision::W4A4,
+            rac(Selection::All),
+            rac(Selection::Calibrated),
+            rac(Selection::PerToken),
+            Precision::Fp8,
+        ]
+    }
+
+    fn masked<B: Backend>(precision: Precision) -> QuadsExperts<B> {
+        let mask = |k: usize| ResidualMask::from_channels(&(0..k).map(|c| c % 3 == 0).collect::<Vec<_>>());
+        experts(precision).with_residual_masks(Some(mask(32)), Some(mask(16)))
+    }
+
+    #[test]
+    fn packed_experts_equal_the_dense_ones_in_every_precision() {
+        let (ids, weights) = ([[2, 0], [0, 2], [2, 0]], [[0.75, 0.25], [0.5, 0.5], [0.9, 0.1]]);
+        for precision in quantized() {
+            let experts = masked::<B>(precision.clone());
+            let x = random::<B>(3);
+            let dense = experts.forward(x.clone(), &routing(ids, weights));
+            let expected = experts.quantized_weights().map(Tensor::into_data);
+            let packed = experts.pack(&precision).unwrap();
+            let decoded = [&packed.gate_up_proj, &packed.down_proj].map(|w| w.val().dequantize().into_data());
+            assert_eq!(decoded, expected, "{precision}");
+            assert!(packed_weight(&packed.gate_up_proj.val()).is_some());
+            let difference = (dense - packed.forward(x, &routing(ids, weights)))
+                .abs()
+                .max()
+                .into_scalar();
+            assert!(difference < 1e-5, "{precision}: {difference}");
+        }
+    }
+
+    #[test]
+    fn gradients_go_through_the_stored_weights_and_the_quantized_inputs() {
+        // One expert, so that the products can be written down: y = ĥ · q(D), h = swiglu(x̂ · q(G)).
+        let ids = [[0, 1], [0, 1], [0, 1]];
+        let all_to_the_first = [[1.0, 0.0]; 3];
+        for precision in quantized() {
+            let experts = masked::<A>(precision.clone());
+            let (x, g) = (random::<A>(3).require_grad(), random::<B>(3));
+            let output = experts.forward(x.clone(), &routing(ids, all_to_the_first));
+            let grads = (output * Tensor::from_inner(g.clone())).sum().backward();
+
+            // The same formula on plain tensors, straight-through by construction: the quantized values are leaves.
+            let [gate_up, down] = experts.quantized_weights().map(Tensor::inner);
+            let first = |w: Tensor<B, 3>| w.narrow(0, 0, 1).squeeze_dim::<2>(0);
+            let leaf = |t: Tensor<B, 2>| Tensor::<A, 2>::from_inner(t).require_grad();
+            let (gate_up, down) = (leaf(first(gate_up)), leaf(first(down)));
+            let x_hat = leaf(experts.input.quantize(x.clone(), &precision).inner());
+            let product = x_hat.clone().matmul(gate_up.clone());
+            let hidden = silu(product.clone().narrow(1, 0, 16)) * product.narrow(1, 16, 16);
+            let h_hat = leaf(experts.hidden.quantize(hidden.clone(), &precision).inner());
+            let outer = (h_hat.clone().matmul(down.clone()) * Tensor::from_inner(g.clone()))
+                .sum()
+                .backward();
+            let d_hidden = h_hat.grad(&outer).unwrap();
+            let inner = (hidden * Tensor::from_inner(d_hidden)).sum().backward();
+
+            let close = |actual: Tensor<B, 2>, expected: Tensor<B, 2>, what: &str| {
+                let difference = (actual - expected).abs().max().into_scalar();
+                assert!(difference < 1e-5, "{what} in {precision} differs by {difference}");
+            };
+            close(x.grad(&grads).unwrap(), x_hat.grad(&inner).unwrap(), "dx");
+            let d_gate_up = first(experts.gate_up_proj.grad(&grads).unwrap());
+            close(d_gate_up, gate_up.grad(&inner).unwrap(), "d gate_up_proj");
+            let d_down = first(experts.down_proj.grad(&grads).unwrap());
+            close(d_down, down.grad(&outer).unwrap(), "d down_proj");
+        }
+    }
+
+    #[test]
+    fn a_weight_that_cannot_be_packed_is_named() {
+        let mut experts = experts::<B>(Precision::W4A16);
+        experts.down_proj = experts.down_proj.map(|w| w.slice_fill([1..2, 0..1, 0..1], f32::NAN));
+        let error = experts.clone().pack(&Precision::W4A4).unwrap_err();
+        assert_eq!(error.tensor, "down_proj");
+        assert!(error.to_string().starts_with("down_proj: "), "{error}");
+        assert_eq!(
+            experts.pack(&Precision::High).unwrap_err().source,
+            PackError::NothingToPack
+        );
+    }
+
+    #[test]
+    #[should_panic(expected = "the residual mask of down_proj has 32 channels, expected 16")]
+    fn a_mask_of_another_width_is_refused() {
+        let mask = ResidualMask::from_channels(&[true; 32]);
+        experts::<B>(Precision::W4A16).with_residual_masks(Some(mask.clone()), Some(mask));
+    }
+
+    #[test]
+    fn probes_measure_the_inputs_in_token_order() {
+        let experts = experts::<B>(Precision::High);
+        let (x, routing) = (
+            random::<B>(4),
+            routing([[2, 0], [0, 1], [1, 2], [0, 2]], [[0.5, 0.5]; 4]),
+        );
+        let plain = experts.forward(x.clone(), &routing).into_data();
+        let probes = [32, 16].map(ResidualProbe::new);
+        let [input, hidden] = probes.clone().map(Some);
+        let measured = experts.with_probes(input, hidden);
+        assert_eq!(measured.forward(x.clone(), &routing).into_data(), plain);
+        let expected = ResidualProbe::new(32);
+        expected.add(x);
+        for granularity in [Granularity::Channel, Granularity::Block16] {
+            assert_eq!(probes[0].energies(granularity), expected.energies(granularity));
+        }
+        // Four tokens, two experts each.
+        assert!(probes[1].energies(Granularity::Channel).iter().all(|sum| *sum > 0.0));
+        assert!(probes[1].mask(Granularity::Channel, 0.5).is_ok());
     }
 
     #[test]

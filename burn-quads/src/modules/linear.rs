@@ -5,10 +5,13 @@ use burn::{
     nn::Linear,
     tensor::{Tensor, TensorPrimitive, backend::Backend, module::linear},
 };
-use burn_nvfp4::{Nvfp4, Nvfp4Backend, PackError, Precision, WeightFormat, pack};
-use kernels_cubecl::BLOCK;
+use burn_nvfp4::{Nvfp4, Nvfp4Backend, PackError, Precision, WeightFormat, pack, packed_weight};
+use kernels_cubecl::{BLOCK, ResidualMask};
 
-use super::activation_site::{ActivationSite, is_packed};
+use super::{
+    activation_site::{ActivationSite, is_packed},
+    residual_probe::ResidualProbe,
+};
 use crate::backend::QuadsBackend;
 
 /// Configuration of a [`QuadsLinear`].
@@ -102,6 +105,32 @@ impl<B: Backend> QuadsLinear<B> {
         self.precision = precision;
         self
     }
+
+    /// The calibrated residual mask over `d_input`, if there is one.
+    pub fn residual_mask(&self) -> Option<&ResidualMask> {
+        self.input.mask()
+    }
+
+    /// The layer with a calibrated residual mask, which `w4a4_rac` uses when its selection is calibrated, or without one.
+    /// Masks come from a [`ResidualProbe`].
+    ///
+    /// # Panics
+    /// When the mask does not have `d_input` channels.
+    pub fn with_residual_mask(mut self, mask: Option<ResidualMask>) -> Self {
+        let [d_input, _] = self.dims();
+        self.input.set_checked_mask("a linear layer's input", d_input, mask);
+        self
+    }
+
+    /// The layer that also measures its inputs, or no longer does.
+    ///
+    /// # Panics
+    /// When the probe is not for `d_input` channels.
+    pub fn with_probe(mut self, probe: Option<ResidualProbe>) -> Self {
+        let [d_input, _] = self.dims();
+        self.input.set_checked_probe("a linear layer's input", d_input, probe);
+        self
+    }
 }
 
 impl<B: QuadsBackend> QuadsLinear<B> {
@@ -133,18 +162,32 @@ impl<B: Nvfp4Backend> QuadsLinear<Nvfp4<B>> {
     /// # Errors
     /// [`PackError`]: a non-finite weight, a `d_input` that does not fit, [`Precision::High`], or a precision that needs a
     /// calibrated mask where none was set.
-    pub fn pack(mut self, precision: &Precision) -> Result<Self, PackError> {
-        let weight = pack(self.weight.val(), precision, None, self.input.mask())?;
-        self.weight = Param::initialized(self.weight.id, weight);
-        self.precision = precision.clone();
-        Ok(self)
+    pub fn pack(self, precision: &Precision) -> Result<Self, PackError> {
+        let [packed] = OuterScaleGroup::new([&self]).pack(precision)?;
+        Ok(packed)
+    }
+
+    /// The layer with its weight packed in `precision` under the outer scale of `amax`.
+    fn pack_with(
+        &self,
+        precision: &Precision,
+        amax: Option<Tensor<Nvfp4<B>, 1>>,
+        mask: Option<&ResidualMask>,
+    ) -> Result<Self, PackError> {
+        let weight = pack(self.weight.val(), precision, amax, mask)?;
+        let mut packed = self.clone();
+        packed.weight = Param::initialized(self.weight.id, weight);
+        packed.precision = precision.clone();
+        Ok(packed)
     }
 }
 
 /// Layers on one input that share an outer scale (q, k and v of an attention), so that one fused matmul can serve them
 /// and checkpoint tools, which do the same, agree.
 ///
-/// The scale comes from the largest magnitude over all members' f32 masters, at each forward pass and at each sync.
+/// The scale comes from the largest magnitude over all members' f32 masters, at each forward pass and at each packing:
+/// pack such layers with [`pack`](Self::pack), since one by one they would get other codes than they trained with.
+/// They have one input, the first member's: its residual mask and its probe count.
 #[derive(Clone, Copy, Debug)]
 pub struct OuterScaleGroup<'a, B: Backend, const N: usize> {
     members: [&'a QuadsLinear<B>; N],
@@ -180,6 +223,29 @@ impl<'a, B: Backend, const N: usize> OuterScaleGroup<'a, B, N> {
     }
 }
 
+impl<B: Nvfp4Backend, const N: usize> OuterScaleGroup<'_, Nvfp4<B>, N> {
+    /// The layers for inference, in their order: their weights packed in `precision` under the shared outer scale, each
+    /// with the first member's residual mask.
+    ///
+    /// # Errors
+    /// As [`QuadsLinear::pack`].
+    pub fn pack(&self, precision: &Precision) -> Result<[QuadsLinear<Nvfp4<B>>; N], PackError> {
+        let mask = self.members[0].input.mask();
+        let dense = self.members.iter().all(|m| packed_weight(&m.weight.val()).is_none());
+        // FP8 has scales of its own for each channel; packed weights keep the scales that they have.
+        let shared = N > 1 && dense && precision.weight_format() == Some(WeightFormat::Nvfp4);
+        let amax = shared.then(|| self.amax());
+        let packed: Result<Vec<_>, _> = self
+            .members
+            .iter()
+            .map(|member| member.pack_with(precision, amax.clone(), mask))
+            .collect();
+        Ok(packed?
+            .try_into()
+            .unwrap_or_else(|_| unreachable!("one layer a member")))
+    }
+}
+
 impl<B: QuadsBackend, const N: usize> OuterScaleGroup<'_, B, N> {
     /// The largest magnitude where the outer scale depends on it: not within one weight, whose own is found on the way.
     fn shared_amax(&self) -> Option<Tensor<B, 1>> {
@@ -210,7 +276,15 @@ impl<B: QuadsBackend, const N: usize> OuterScaleGroup<'_, B, N> {
         let rows = shape[..D - 1].iter().product::<usize>();
         let mut x = x.reshape([rows, d_input]);
         first.input.observe(|| x.clone());
-        let weights = if is_packed(&first.weight.val()) {
+        let packed = is_packed(&first.weight.val());
+        for member in &self.members[1..] {
+            assert_eq!(
+                is_packed(&member.weight.val()),
+                packed,
+                "layers that share an outer scale must all be packed, or none: pack them with OuterScaleGroup::pack"
+            );
+        }
+        let weights = if packed {
             self.members.map(|member| member.weight.val())
         } else {
             x = first.input.quantize(x, &first.precision);
@@ -269,8 +343,8 @@ mod tests {
         nn::LinearConfig,
         tensor::{Distribution, TensorData},
     };
-    use burn_nvfp4::{Rac, packed_weight};
-    use kernels_cubecl::{Granularity, ResidualMask, Selection};
+    use burn_nvfp4::Rac;
+    use kernels_cubecl::{Granularity, Selection};
 
     type B = Nvfp4<Flex>;
     type A = Autodiff<B>;
@@ -343,7 +417,7 @@ mod tests {
             Precision::Fp8,
         ] {
             let mut linear = layer::<B>(48, precision.clone());
-            linear.input.set_mask(Some(mask.clone()));
+            linear = linear.with_residual_mask(Some(mask.clone()));
             let x = random([2, 3, 48]);
             // Before cloning: Burn draws parameters at first use, so clones of an unused layer would differ.
             let dense = linear.forward(x.clone()).into_data();
@@ -359,8 +433,25 @@ mod tests {
 
     #[test]
     fn gradients_go_through_the_stored_weights_and_the_quantized_input() {
-        for precision in [Precision::High, Precision::W4A16, Precision::W4A4, Precision::Fp8] {
-            let linear = layer::<A>(32, precision.clone());
+        let mask = ResidualMask::from_channels(&[vec![true; 8], vec![false; 24]].concat());
+        let rac = |selection, granularity| {
+            Precision::W4A4Rac(Rac {
+                selection,
+                granularity,
+                fraction: 0.5,
+            })
+        };
+        for precision in [
+            Precision::High,
+            Precision::W4A16,
+            Precision::W4A4,
+            rac(Selection::All, Granularity::Channel),
+            rac(Selection::Calibrated, Granularity::Channel),
+            rac(Selection::PerToken, Granularity::Channel),
+            rac(Selection::PerToken, Granularity::Block16),
+            Precision::Fp8,
+        ] {
+            let linear = layer::<A>(32, precision.clone()).with_residual_mask(Some(mask.clone()));
             let x = random::<A, 2>([5, 32]).require_grad();
             let g = random::<B, 2>([5, 24]);
             let grads = (linear.forward(x.clone()) * Tensor::from_inner(g.clone()))
@@ -432,10 +523,11 @@ mod tests {
             large.weight.val().abs().max().into_data(),
             "the largest magnitude of all members"
         );
-        let packed =
-            [&small, &large].map(|l| pack(l.weight.val(), &Precision::W4A16, Some(amax.clone()), None).unwrap());
+        let packed = group.pack(&Precision::W4A16).unwrap().map(|linear| linear.weight.val());
         let scales = packed.each_ref().map(|w| packed_weight(w).unwrap().outer_scales());
         assert_eq!(scales[0], scales[1]);
+        let alone = small.clone().pack(&Precision::W4A16).unwrap().weight.val();
+        assert_ne!(packed_weight(&alone).unwrap().outer_scales(), scales[0]);
         for (weight, packed) in group.quantized_weights().into_iter().zip(packed) {
             assert_eq!(weight.into_data(), packed.dequantize().into_data());
         }
@@ -445,6 +537,44 @@ mod tests {
             let bias = member.bias.as_ref().unwrap().val().unsqueeze();
             assert_eq!(output.into_data(), (weight + bias).into_data());
         }
+    }
+
+    #[test]
+    fn a_packed_group_has_one_input() {
+        let calibrated = Precision::W4A4Rac(Rac {
+            selection: Selection::Calibrated,
+            ..Rac::default()
+        });
+        let mask = ResidualMask::from_channels(&[vec![true; 8], vec![false; 24]].concat());
+        let [first, second] = [(); 2].map(|()| layer::<B>(32, Precision::W4A16));
+        let error = OuterScaleGroup::new([&first, &second]).pack(&calibrated).unwrap_err();
+        assert!(matches!(error, PackError::MissingMask), "{error}");
+
+        let first = first.with_residual_mask(Some(mask)).with_precision(calibrated.clone());
+        let second = second.with_precision(calibrated.clone());
+        let x = random::<B, 2>([4, 32]);
+        let trained = OuterScaleGroup::new([&first, &second]).forward(x.clone());
+        let [first, second] = OuterScaleGroup::new([&first, &second]).pack(&calibrated).unwrap();
+        let packed = OuterScaleGroup::new([&first, &second]).forward(x);
+        for (trained, packed) in trained.into_iter().zip(packed) {
+            let difference = (trained - packed).abs().max().into_scalar();
+            assert!(difference < 1e-5, "{difference}");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "must all be packed, or none")]
+    fn half_a_packed_group_is_refused() {
+        let [first, second] = [(); 2].map(|()| layer::<B>(32, Precision::W4A16));
+        let second = second.pack(&Precision::W4A16).unwrap();
+        OuterScaleGroup::new([&first, &second]).forward(random::<B, 2>([4, 32]));
+    }
+
+    #[test]
+    #[should_panic(expected = "the residual mask of a linear layer's input has 16 channels, expected 32")]
+    fn a_mask_of_another_width_is_refused() {
+        let mask = ResidualMask::from_channels(&[true; 16]);
+        layer::<B>(32, Precision::W4A16).with_residual_mask(Some(mask));
     }
 
     #[test]

@@ -6,6 +6,8 @@ pub mod experts;
 pub mod linear;
 pub mod moe;
 pub mod moe_config;
+pub mod residual_masks;
+pub mod residual_probe;
 pub mod rotary;
 pub mod router;
 mod seeded_init;

@@ -12,12 +12,12 @@ use super::{
     decoder_layer::{DecoderLayer, MoeBlock},
     experts::QuadsExpertsConfig,
     moe_config::{ConfigError, QuadsMoeConfig},
+    residual_masks::{MaskError, ResidualMasks},
     rotary::{RotaryEmbedding, RotaryEmbeddingConfig},
     router::RouterConfig,
 };
 use crate::{
     backend::QuadsBackend,
-    calibrate::{MaskError, ResidualMasks},
     causal_lm::{CausalLm, HiddenOutput, TokenBatch},
     layer_backend::rms_norm,
 };
@@ -189,7 +189,8 @@ impl<B: Backend> QuadsMoe<B> {
     /// # Errors
     /// When `masks` does not have exactly the layers of this model, each with its size.
     pub fn with_residual_masks(mut self, masks: &ResidualMasks) -> Result<Self, MaskError> {
-        masks.check(&self)?;
+        let layers: Vec<_> = self.sites().into_iter().map(|site| (site.name, site.k)).collect();
+        masks.check(&layers)?;
         for site in self.sites_mut() {
             site.activations.set_mask(masks.get(&site.name).cloned());
         }

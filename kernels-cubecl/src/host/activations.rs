@@ -86,16 +86,6 @@ pub fn fake_quantize_activations(
     Ok(())
 }
 
-/// Sum over all rows of each channel's squared first-pass residual, `[k]`; rows in order, f32.
-///
-/// # Errors
-/// As [`quantize_activations`].
-pub fn residual_energy(x: &[f32], tokens: usize, k: usize) -> Result<Vec<f32>, Error> {
-    let mut energy = vec![0.0; k];
-    accumulate_residual_energy(x, tokens, k, Granularity::Channel, &mut energy)?;
-    Ok(energy)
-}
-
 /// Adds the squared first-pass residuals of each row, summed over units of `granularity`, to `energy`
 /// (`[ceil(k / unit)]`). Calls on consecutive batches equal one call on all rows, bit for bit. A row that holds NaN or
 /// an infinity makes every sum NaN.
@@ -124,21 +114,6 @@ pub fn accumulate_residual_energy(
         }
     }
     Ok(())
-}
-
-/// The calibrated mask: the `ceil(fraction · n)` channels or blocks with the most residual energy. `energy` is
-/// [`residual_energy`]'s, one value a channel; a block's energy is the sum over its channels in index order. Ties go
-/// to the lower index. A fraction of 1 or more selects everything, of 0 or less nothing.
-///
-/// Blocks summed row by row, as [`accumulate_residual_energy`] does with their granularity, differ in the last bit of
-/// the energies; [`ResidualMask::from_energy`] selects among those.
-pub fn select_channels(energy: &[f32], granularity: Granularity, fraction: f32) -> ResidualMask {
-    let unit = granularity.channels();
-    let units: Vec<f32> = energy
-        .chunks(unit)
-        .map(|unit| unit.iter().fold(0.0, |sum, e| sum + e))
-        .collect();
-    ResidualMask::from_energy(&units, energy.len(), granularity, fraction)
 }
 
 /// The mask of one row.

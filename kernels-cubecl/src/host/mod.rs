@@ -18,8 +18,6 @@ mod rows;
 mod tile;
 mod weights;
 
-pub use activations::{
-    accumulate_residual_energy, fake_quantize_activations, quantize_activations, residual_energy, select_channels,
-};
+pub use activations::{accumulate_residual_energy, fake_quantize_activations, quantize_activations};
 pub use matmul::{grouped_matmul, matmul, matmul_quantized};
 pub use weights::{dequantize_weight, fake_quantize_weight, quantize_weight, quantize_weight_fp8};

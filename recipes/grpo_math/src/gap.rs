@@ -4,8 +4,8 @@ use anyhow::Result;
 use burn::module::AutodiffModule;
 use burn_nvfp4::{Precision, Rac};
 use burn_quads::{
-    calibrate::ResidualMasks,
     mismatch::Mismatch,
+    modules::residual_masks::ResidualMasks,
     sync::sync,
     tasks::Split,
     token_log_probs::{ScoreOptions, TokenRow, score},

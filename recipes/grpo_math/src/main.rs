@@ -1,8 +1,4 @@
 //! Trains a small mixture-of-experts language model by GRPO on NVFP4 rollouts. The parts are in the library beside.
-use tracing_subscriber::Layer;
-use tracing_subscriber::filter::{LevelFilter, Targets};
-use tracing_subscriber::layer::SubscriberExt;
-use tracing_subscriber::util::SubscriberInitExt;
 use anyhow::{Context, Result, bail};
 use clap::Parser;
 use grpo_math::{
@@ -18,6 +14,10 @@ use grpo_math::{
     session::{self, newest_checkpoint},
 };
 use std::process::ExitCode;
+use tracing_subscriber::Layer;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();

@@ -3,9 +3,9 @@ use anyhow::{Context, Result};
 use burn::module::AutodiffModule;
 use burn_nvfp4::{Precision, Selection};
 use burn_quads::{
-    calibrate::ResidualMasks,
     grpo::{Learner, RolloutBatch},
     mismatch::Decomposition,
+    modules::residual_masks::ResidualMasks,
     sync::sync,
 };
 use std::time::Instant;

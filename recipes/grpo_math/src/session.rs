@@ -6,9 +6,10 @@ use burn::{
 };
 use burn_nvfp4::Precision;
 use burn_quads::{
-    calibrate::{Calibrator, ResidualMasks},
+    calibrate::Calibrator,
     checkpoint,
     grpo::{AdamWOptimizer, SkippedSteps},
+    modules::residual_masks::ResidualMasks,
 };
 use kernels_cubecl::Selection;
 use std::{path::PathBuf, time::Instant};
@@ -239,7 +240,7 @@ pub fn calibrate(config: &Config, problems: &Problems, policy: &Policy) -> Resul
     }
     // As the rollout's matmuls see them: 4-bit weights upstream.
     let model = policy.clone().valid().with_precision(Precision::W4A16)?;
-    let mut calibrator = Calibrator::new(&model);
+    let calibrator = Calibrator::new(&model);
     calibrator.run(&sequences, 256);
     Ok(calibrator.masks(rac.granularity, rac.fraction)?)
 }

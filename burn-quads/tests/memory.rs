@@ -1,15 +1,22 @@
-//! The cache is allocated once: sampling neither reallocates nor copies it. Alone in its binary, because it counts the
-//! allocations of the whole process.
-use burn::backend::Flex;
-use burn_nvfp4::{Nvfp4, Precision};
+//! What is allocated: the cache once, and nothing dense of a packed weight. Alone in their binary, and one after the other,
+//! because they count the allocations of the whole process.
+use burn::{
+    backend::Flex,
+    tensor::{Distribution, Tensor},
+};
+use burn_nvfp4::{Nvfp4, Precision, Rac};
 use burn_quads::{
-    modules::moe_config::QuadsMoeConfig,
+    QuadsExpertsConfig,
+    modules::{moe_config::QuadsMoeConfig, router::Routing},
     rollout::{RolloutEngine, SamplingParams},
     sync::pack_model,
 };
 use std::{
     alloc::{GlobalAlloc, Layout, System},
-    sync::atomic::{AtomicUsize, Ordering::Relaxed},
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
 };
 
 /// Remembers the largest block asked for, and how many bytes are alive.
@@ -34,8 +41,57 @@ unsafe impl GlobalAlloc for Watch {
 #[global_allocator]
 static WATCH: Watch = Watch;
 
+/// Held by the test that runs.
+static ALONE: Mutex<()> = Mutex::new(());
+
+#[test]
+fn packed_experts_have_no_dense_copy_during_a_call_or_after_it() {
+    let _alone = ALONE.lock();
+    let device = Default::default();
+    let (experts, d_model, d_ff) = (8, 256, 128);
+    let expert_bytes = 3 * d_model * d_ff * 4;
+    let routing = Routing::<Nvfp4<Flex>> {
+        expert_ids: Tensor::from_data([[0, 1], [2, 7], [5, 3]], &device),
+        weights: Tensor::from_data([[0.5, 0.5], [0.9, 0.1], [0.3, 0.7]], &device),
+        logits: Tensor::zeros([3, experts], &device),
+    };
+    let x = Tensor::random([3, d_model], Distribution::Default, &device);
+    for precision in [
+        Precision::W4A16,
+        Precision::W4A4,
+        Precision::W4A4Rac(Rac::default()),
+        Precision::Fp8,
+    ] {
+        let before = ALIVE.load(Relaxed);
+        let layer = QuadsExpertsConfig::new(experts, d_model, d_ff)
+            .init::<Nvfp4<Flex>>(&device)
+            .pack(&precision)
+            .unwrap();
+        // The first call makes what outlives calls, such as threads.
+        layer.forward(x.clone(), &routing);
+        let held = ALIVE.load(Relaxed) - before;
+        let bits = if precision == Precision::Fp8 { 8.2 } else { 4.6 };
+        let packed = (experts * expert_bytes) as f64 * bits / 32.0;
+        assert!(
+            (held as f64) < 1.15 * packed + 65536.0,
+            "{precision}: {held} bytes for {packed}"
+        );
+
+        LARGEST.store(0, Relaxed);
+        let before = ALIVE.load(Relaxed);
+        layer.forward(x.clone(), &routing);
+        let largest = LARGEST.load(Relaxed);
+        assert!(
+            largest < expert_bytes / 4,
+            "{precision}: a block of {largest} bytes was allocated"
+        );
+        assert_eq!(ALIVE.load(Relaxed), before, "{precision}: bytes are held after a call");
+    }
+}
+
 #[test]
 fn sampling_allocates_nothing_of_the_size_of_the_cache() {
+    let _alone = ALONE.lock();
     let device = Default::default();
     let config = QuadsMoeConfig::new(32, 64, 2, 4, 2, 16, 4, 2, 64).with_precision(Precision::W4A4);
     let model = config.init_seeded::<Nvfp4<Flex>>(1, &device);
