@@ -15,10 +15,13 @@
 //! - [`weight`], [`activation`]: what is packed, owned and borrowed;
 //! - [`residual`]: which part of the quantization residual is quantized a second time;
 //! - [`host`]: quantization and matmul on the CPU;
+//! - `device` (features `vulkan` and `cuda`): the same on a GPU;
 //! - [`error`]: what can be wrong with an input.
 #![warn(missing_docs)]
 
 pub mod activation;
+#[cfg(feature = "device")]
+pub mod device;
 pub mod e2m1;
 pub mod e4m3;
 pub mod error;
