@@ -31,11 +31,11 @@
 //!
 //! # Modules, in reading order
 //!
-//! - [`format`]: the number formats in kernel code;
-//! - [`quantize`]: activations to codes, with the residual pass;
-//! - [`pack`]: weights to codes;
-//! - [`route`]: which matmul kernel runs where, and their launch table;
-//! - [`portable`]: the matmul of any runtime.
+//! - `format`: the number formats in kernel code;
+//! - `quantize`: activations to codes, with the residual pass;
+//! - `pack`: weights to codes;
+//! - `route`: which matmul kernel runs where, and their launch table;
+//! - `portable`: the matmul of any runtime.
 #![allow(
     clippy::manual_is_multiple_of,
     clippy::too_many_arguments,

@@ -60,7 +60,9 @@ impl Random {
 
     /// `[rows, k]`, a few channels large, as activations are.
     pub fn activations(&mut self, rows: usize, k: usize) -> Vec<f32> {
-        let gain: Vec<f32> = (0..k).map(|_| if self.bits() % 50 == 0 { 40.0 } else { 1.0 }).collect();
+        let gain: Vec<f32> = (0..k)
+            .map(|_| if self.bits().is_multiple_of(50) { 40.0 } else { 1.0 })
+            .collect();
         (0..rows * k).map(|i| self.normal() * gain[i % k]).collect()
     }
 
