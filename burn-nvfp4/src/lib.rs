@@ -23,6 +23,7 @@
 //! - [`pack`](mod@pack): one tensor; [`pack_linears`], [`packable`], [`audit`]: the linear layers of a model, on which
 //!   backends, and what became of them;
 //! - [`record`]: packed weights in Burn's records;
+//! - [`safetensors_file`]: checkpoint files of others, read without trust and written as a stream;
 //! - [`error`]: why something could not be packed.
 #![warn(missing_docs)]
 
@@ -39,6 +40,7 @@ pub mod packed_weight;
 pub mod precision;
 pub mod record;
 mod reference;
+pub mod safetensors_file;
 pub mod tensor;
 
 pub use audit::{LayerAudit, Outcome, PackingAudit};
