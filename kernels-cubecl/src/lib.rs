@@ -13,6 +13,7 @@
 //! - [`e2m1`], [`e4m3`]: the number formats;
 //! - [`nvfp4`]: block scaling, one block at a time; with the formats, the definition of the numerics;
 //! - [`weight`], [`activation`]: what is packed, owned and borrowed;
+//! - [`recipe`]: the formulas of other makers of packed weights;
 //! - [`residual`]: which part of the quantization residual is quantized a second time;
 //! - [`host`]: quantization and matmul on the CPU;
 //! - `device` (features `vulkan` and `cuda`): the same on a GPU;
@@ -27,12 +28,14 @@ pub mod e4m3;
 pub mod error;
 pub mod host;
 pub mod nvfp4;
+pub mod recipe;
 pub mod residual;
 pub mod weight;
 
 pub use activation::{Activation, Pass, QuantizedRows, ResidualPass};
 pub use error::Error;
 pub use nvfp4::{amax, encode_scale};
+pub use recipe::{ParameterType, WeightRecipe};
 pub use residual::{Compensation, Granularity, ResidualMask, Selection};
 pub use weight::{Fp8View, Fp8Weight, Nvfp4View, Nvfp4Weight, OuterScale, WeightLayout, WeightView};
 

@@ -2,8 +2,8 @@
 //! pass (`row_pow2.json`), bit for bit. The scripts that made them are beside them.
 use kernels_cubecl::nvfp4::{self, Operand};
 use kernels_cubecl::{
-    Activation, BLOCK, Compensation, Error, Granularity, Nvfp4View, OuterScale, Pass, QuantizedRows, ResidualMask,
-    Selection, WeightLayout, WeightView, amax, e2m1, e4m3, encode_scale, host,
+    Activation, BLOCK, Compensation, Error, Granularity, Nvfp4View, OuterScale, ParameterType, Pass, QuantizedRows,
+    ResidualMask, Selection, WeightLayout, WeightRecipe, WeightView, amax, e2m1, e4m3, encode_scale, host,
 };
 use serde_json::Value;
 
@@ -129,6 +129,39 @@ fn every_te_case_as_a_weight_in_both_layouts() {
             host::dequantize_weight(view, WeightLayout::RowMajor, &mut values).unwrap();
             assert_eq!(to_bits(&values), bits(&te["dequant_f32bits"]), "{name}, {layout:?}");
         }
+    }
+}
+
+#[test]
+fn every_case_of_the_tools_as_a_weight() {
+    let recipes = [
+        (WeightRecipe::ModelOpt, "modelopt", "weight_scale_2_f32bits"),
+        (
+            WeightRecipe::CompressedTensors(ParameterType::F32),
+            "compressed_tensors",
+            "weight_global_scale_f32bits",
+        ),
+    ];
+    for (recipe, tool, outer_scale) in recipes {
+        let mut compared = 0;
+        for (name, case) in load("golden.json")["cases"].as_object().unwrap() {
+            let (x, [rows, k], expected) = (floats(&case["input_f32bits"]), shape(case), &case[tool]);
+            // Not finite: refused. A scale that cannot be inverted, ModelOpt's for zeros: ours is 1.
+            let outer_scale = floats(&expected[outer_scale])[0];
+            if !(x.iter().all(|v| v.is_finite()) && (1.0 / outer_scale).is_finite()) {
+                continue;
+            }
+            let packed = host::quantize_weight_by(recipe, &x, rows, k, WeightLayout::RowMajor, None).unwrap();
+            let outer = match recipe {
+                WeightRecipe::CompressedTensors(_) => OuterScale::Divide(outer_scale),
+                _ => OuterScale::Multiply(outer_scale),
+            };
+            assert_eq!(packed.outer_scale, outer, "{tool}, {name}");
+            assert_eq!(packed.block_scales, bytes(&expected["block_scale"]), "{tool}, {name}");
+            assert_eq!(packed.codes, bytes(&expected["packed"]), "{tool}, {name}");
+            compared += 1;
+        }
+        assert!(compared >= 13, "{tool}: {compared} cases");
     }
 }
 

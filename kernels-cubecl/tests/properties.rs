@@ -1,8 +1,8 @@
 //! What no table lists: properties of quantization and products for whatever input.
 use kernels_cubecl::nvfp4::{self, Operand};
 use kernels_cubecl::{
-    Activation, BLOCK, Compensation, Fp8View, Granularity, Nvfp4View, OuterScale, ResidualMask, WeightLayout,
-    WeightView, amax, e2m1, e4m3, encode_scale, host,
+    Activation, BLOCK, Compensation, Fp8View, Granularity, Nvfp4View, OuterScale, ParameterType, ResidualMask,
+    WeightLayout, WeightRecipe, WeightView, amax, e2m1, e4m3, encode_scale, host,
 };
 use proptest::prelude::*;
 
@@ -148,6 +148,30 @@ proptest! {
             let mut rounded = vec![f32::NAN; w.len()];
             host::fake_quantize_weight(&place(&w), rows, k, layout, group_amax, &mut rounded).unwrap();
             prop_assert_eq!(bits(&rounded), bits(&decoded));
+        }
+    }
+
+    #[test]
+    fn weights_equal_the_definition_of_each_recipe(
+        (w, rows, k) in matrix(40, finite()),
+        group in prop_oneof![Just(1f32), 1f32..1000.0],
+    ) {
+        let group_amax = (amax(&w) * group).min(f32::MAX);
+        for recipe in [
+            WeightRecipe::TransformerEngine,
+            WeightRecipe::ModelOpt,
+            WeightRecipe::CompressedTensors(ParameterType::F32),
+            WeightRecipe::CompressedTensors(ParameterType::Bf16),
+        ] {
+            let blocks = w.chunks(BLOCK).map(|block| recipe.encode_block(block, group_amax));
+            let (scales, codes): (Vec<u8>, Vec<_>) = blocks.map(|block| (block.scale, block.codes)).unzip();
+            let codes: Vec<u8> = codes.iter().flat_map(|codes| nvfp4::pack(codes)).collect();
+            for (layout, w) in [(WeightLayout::RowMajor, &w), (WeightLayout::Transposed, &transpose(&w, rows, k))] {
+                let packed = host::quantize_weight_by(recipe, w, rows, k, layout, Some(group_amax)).unwrap();
+                prop_assert_eq!(packed.outer_scale, recipe.outer_scale(group_amax));
+                prop_assert_eq!(&packed.block_scales, &scales);
+                prop_assert_eq!(&packed.codes, &codes);
+            }
         }
     }
 

@@ -11,13 +11,16 @@
 )]
 mod activations;
 mod dispatch;
+mod fp8;
 mod matmul;
 mod parallel;
+mod recipes;
 mod rounding;
 mod rows;
 mod tile;
 mod weights;
 
 pub use activations::{accumulate_residual_energy, fake_quantize_activations, quantize_activations};
+pub use fp8::quantize_weight_fp8;
 pub use matmul::{grouped_matmul, matmul, matmul_quantized};
-pub use weights::{dequantize_weight, fake_quantize_weight, quantize_weight, quantize_weight_fp8};
+pub use weights::{dequantize_weight, fake_quantize_weight, quantize_weight, quantize_weight_by};

@@ -5,9 +5,9 @@
 //! `S`, so the sum of their values is exact in f32, and **one product serves both passes**: compensation costs the
 //! quantization alone.
 use super::dispatch::{Kernel, Vectors};
+use super::fp8::fp8_scale;
 use super::parallel;
 use super::rounding::{INFINITE, amax_bits, at_most, to_e2m1, to_e4m3, with_sign};
-use super::weights::fp8_scale;
 use crate::residual::{rank, select_units, unit_count, unit_energy};
 use crate::{Activation, BLOCK, Compensation, Granularity, nvfp4};
 

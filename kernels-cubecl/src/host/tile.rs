@@ -40,7 +40,7 @@ pub(super) fn decode<V: Vectors, const COUNT: usize, const LANES: usize>(
 pub(super) const STRIP: usize = BLOCKS * BLOCK;
 
 /// Blocks of a strip.
-const BLOCKS: usize = 4;
+pub(super) const BLOCKS: usize = 4;
 
 #[inline(always)]
 fn decode_nvfp4<V: Vectors, const COUNT: usize, const LANES: usize>(
@@ -180,14 +180,7 @@ pub(super) fn block_scales<const LANES: usize>(
     strip: &[[f32; LANES]],
     encode_scale: f32,
 ) -> [BlockScales<LANES>; BLOCKS] {
-    // One loop over all lines. In a loop over one block, whose length is known, the compiler would reduce lane by lane.
-    let mut amax = [[0; LANES]; BLOCKS];
-    for (i, line) in strip.iter().enumerate() {
-        let amax = &mut amax[i / BLOCK % BLOCKS];
-        for lane in 0..LANES {
-            amax[lane] = amax[lane].max(line[lane].to_bits() & 0x7fff_ffff);
-        }
-    }
+    let amax = block_amax(strip);
     let mut blocks = [BlockScales {
         scales: [0.0; LANES],
         inverses: [0.0; LANES],
@@ -200,6 +193,20 @@ pub(super) fn block_scales<const LANES: usize>(
         }
     }
     blocks
+}
+
+/// Bits of the largest magnitude of each block of a strip, in each lane.
+#[inline(always)]
+pub(super) fn block_amax<const LANES: usize>(strip: &[[f32; LANES]]) -> [[u32; LANES]; BLOCKS] {
+    // One loop over all lines. In a loop over one block, whose length is known, the compiler would reduce lane by lane.
+    let mut amax = [[0; LANES]; BLOCKS];
+    for (i, line) in strip.iter().enumerate() {
+        let amax = &mut amax[i / BLOCK % BLOCKS];
+        for lane in 0..LANES {
+            amax[lane] = amax[lane].max(line[lane].to_bits() & 0x7fff_ffff);
+        }
+    }
+    amax
 }
 
 /// The scales of one block in each lane.

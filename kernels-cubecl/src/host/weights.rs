@@ -1,9 +1,10 @@
 //! Packing and unpacking of weights.
 use super::dispatch::{Kernel, Vectors, dispatch};
 use super::parallel;
-use super::rounding::{INFINITE, amax_bits, e4m3_byte, to_e4m3};
+use super::recipes::Encoder;
+use super::rounding::{INFINITE, amax_bits, e4m3_byte};
 use super::tile::{self, Decoded, Matrix, STRIP};
-use crate::{BLOCK, Error, Fp8Weight, Nvfp4Weight, OuterScale, WeightLayout, WeightView, e4m3, encode_scale};
+use crate::{BLOCK, Error, Nvfp4Weight, WeightLayout, WeightRecipe, WeightView, encode_scale};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -26,7 +27,24 @@ pub fn quantize_weight(
     layout: WeightLayout,
     amax: Option<f32>,
 ) -> Result<Nvfp4Weight, Error> {
-    let scale = checked_encode_scale(w, rows, k, layout, amax)?;
+    quantize_weight_by(WeightRecipe::TransformerEngine, w, rows, k, layout, amax)
+}
+
+/// [`quantize_weight`] by the formulas of another maker. `amax` must be the same for all tensors that share an outer
+/// scale, and for all parts of a tensor that is packed in parts of whole rows.
+///
+/// # Errors
+/// As [`quantize_weight`].
+pub fn quantize_weight_by(
+    recipe: WeightRecipe,
+    w: &[f32],
+    rows: usize,
+    k: usize,
+    layout: WeightLayout,
+    amax: Option<f32>,
+) -> Result<Nvfp4Weight, Error> {
+    let amax = checked_amax(w, rows, k, layout, amax)?;
+    let encoder = Encoder::new(recipe, amax);
     let mut codes = vec![0; rows * k / 2];
     let mut block_scales = vec![0; rows * k / BLOCK];
     if !w.is_empty() {
@@ -44,7 +62,7 @@ pub fn quantize_weight(
                     layout,
                     offset: 0,
                 },
-                encode_scale: scale,
+                encoder,
                 row: i * piece,
                 codes,
                 block_scales,
@@ -56,7 +74,7 @@ pub fn quantize_weight(
         k,
         codes,
         block_scales,
-        outer_scale: OuterScale::Multiply(1.0 / scale),
+        outer_scale: recipe.outer_scale(amax),
     })
 }
 
@@ -73,7 +91,7 @@ pub fn fake_quantize_weight(
     amax: Option<f32>,
     out: &mut [f32],
 ) -> Result<(), Error> {
-    let scale = checked_encode_scale(w, rows, k, layout, amax)?;
+    let scale = encode_scale(checked_amax(w, rows, k, layout, amax)?);
     Error::check_length("fake-quantized weight", &[rows, k], out.len())?;
     let w = Matrix {
         values: w,
@@ -84,41 +102,6 @@ pub fn fake_quantize_weight(
     };
     write_tiles(Source::Rounded(w, scale), rows, k, layout, out);
     Ok(())
-}
-
-/// Packs a weight to E4M3 with one scale, `amax/448`, a row (output channel).
-///
-/// # Errors
-/// `w` does not have `rows · k` values, or a value is not finite.
-pub fn quantize_weight_fp8(w: &[f32], rows: usize, k: usize, layout: WeightLayout) -> Result<Fp8Weight, Error> {
-    finite_amax(w, rows, k, layout)?;
-    let mut codes = vec![0; rows * k];
-    let mut channel_scales = vec![1.0; rows];
-    if !w.is_empty() {
-        let (pieces, piece) = piece_rows(rows, w.len());
-        let chunks = codes.chunks_mut(piece * k).zip(channel_scales.chunks_mut(piece));
-        parallel::run(
-            pieces,
-            chunks.enumerate().map(|(i, (codes, channel_scales))| QuantizeRowsFp8 {
-                w: Matrix {
-                    values: w,
-                    rows,
-                    k,
-                    layout,
-                    offset: 0,
-                },
-                row: i * piece,
-                codes,
-                channel_scales,
-            }),
-        );
-    }
-    Ok(Fp8Weight {
-        rows,
-        k,
-        codes,
-        channel_scales,
-    })
 }
 
 /// Decodes a packed weight into `out`, `rows · k` values in `layout`.
@@ -132,20 +115,8 @@ pub fn dequantize_weight(w: WeightView, layout: WeightLayout, out: &mut [f32]) -
     Ok(())
 }
 
-/// Scale of an FP8 row: `amax/448`, 1 when that is 0.
-pub(super) fn fp8_scale(amax: f32) -> f32 {
-    let scale = amax / e4m3::MAX;
-    if scale == 0.0 { 1.0 } else { scale }
-}
-
-/// The encode scale of a weight that can be packed.
-fn checked_encode_scale(
-    w: &[f32],
-    rows: usize,
-    k: usize,
-    layout: WeightLayout,
-    amax: Option<f32>,
-) -> Result<f32, Error> {
+/// The largest magnitude that the outer scale of a weight covers, if the weight can be packed under it.
+fn checked_amax(w: &[f32], rows: usize, k: usize, layout: WeightLayout, amax: Option<f32>) -> Result<f32, Error> {
     if !k.is_multiple_of(BLOCK) {
         return Err(Error::UnalignedK { k });
     }
@@ -154,11 +125,11 @@ fn checked_encode_scale(
     if !(amax.is_finite() && amax >= own) {
         return Err(Error::Amax { amax, own });
     }
-    Ok(encode_scale(amax))
+    Ok(amax)
 }
 
 /// Largest magnitude of a weight that must be finite.
-fn finite_amax(w: &[f32], rows: usize, k: usize, layout: WeightLayout) -> Result<f32, Error> {
+pub(super) fn finite_amax(w: &[f32], rows: usize, k: usize, layout: WeightLayout) -> Result<f32, Error> {
     Error::check_length("weight", &[rows, k], w.len())?;
     let piece = w.len().div_ceil(parallel::pieces(w.len())).max(1);
     let bits = match w.len() <= piece {
@@ -192,14 +163,14 @@ impl Kernel for Amax<'_> {
 }
 
 /// Into how many pieces work on `values` values is split, and how many of `lines` rows or columns are in one.
-fn piece_rows(lines: usize, values: usize) -> (usize, usize) {
+pub(super) fn piece_rows(lines: usize, values: usize) -> (usize, usize) {
     let pieces = parallel::pieces(COST.saturating_mul(values));
     (pieces, lines.div_ceil(pieces).next_multiple_of(PIECE_ROWS))
 }
 
 struct QuantizeRows<'a> {
     w: Matrix<&'a [f32]>,
-    encode_scale: f32,
+    encoder: Encoder,
     row: usize,
     codes: &'a mut [u8],
     block_scales: &'a mut [u8],
@@ -221,12 +192,10 @@ impl Kernel for QuantizeRows<'_> {
             for first in (0..k).step_by(STRIP) {
                 let strip = &mut strip[..STRIP.min(k - first)];
                 self.w.load(self.row + panel * LANES, first, strip);
-                let scales = tile::block_scales(strip, self.encode_scale);
-                for (b, (block, scales)) in strip.as_chunks().0.iter().zip(&scales).enumerate() {
-                    let words = tile::encode(block, &scales.inverses);
+                self.encoder.encode(strip, |b, words, scales| {
                     let mut bytes = [0; LANES];
                     for lane in 0..LANES {
-                        bytes[lane] = e4m3_byte(scales.scales[lane]) as u8;
+                        bytes[lane] = e4m3_byte(scales[lane]) as u8;
                     }
                     let at = first / BLOCK + b;
                     for lane in 0..lanes {
@@ -235,52 +204,7 @@ impl Kernel for QuantizeRows<'_> {
                         codes[..4].copy_from_slice(&words[0][lane].to_le_bytes());
                         codes[4..].copy_from_slice(&words[1][lane].to_le_bytes());
                     }
-                }
-            }
-        }
-    }
-}
-
-struct QuantizeRowsFp8<'a> {
-    w: Matrix<&'a [f32]>,
-    row: usize,
-    codes: &'a mut [u8],
-    channel_scales: &'a mut [f32],
-}
-
-impl Kernel for QuantizeRowsFp8<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<V: Vectors, const TOKENS: usize, const COUNT: usize, const LANES: usize>(self, _: V) {
-        let k = self.w.k;
-        let panels = self
-            .codes
-            .chunks_mut(LANES * k)
-            .zip(self.channel_scales.chunks_mut(LANES));
-        let mut tile = vec![[0.0; LANES]; k];
-        for (panel, (codes, channel_scales)) in panels.enumerate() {
-            self.w.load(self.row + panel * LANES, 0, &mut tile);
-            let mut amax = [0; LANES];
-            for line in &tile {
-                for lane in 0..LANES {
-                    amax[lane] = amax[lane].max(line[lane].to_bits() & 0x7fff_ffff);
-                }
-            }
-            let mut scales = [0.0; LANES];
-            for lane in 0..LANES {
-                scales[lane] = fp8_scale(f32::from_bits(amax[lane]));
-            }
-            channel_scales.copy_from_slice(&scales[..channel_scales.len()]);
-            for (c, line) in tile.iter().enumerate() {
-                let mut bytes = [0; LANES];
-                for lane in 0..LANES {
-                    let y = line[lane] / scales[lane];
-                    bytes[lane] = (e4m3_byte(to_e4m3(y.abs())) | y.to_bits() >> 24 & 0x80) as u8;
-                }
-                for lane in 0..channel_scales.len() {
-                    codes[lane * k + c] = bytes[lane];
-                }
+                });
             }
         }
     }
