@@ -90,6 +90,27 @@ pub enum PackError {
         /// What is wrong.
         reason: String,
     },
+    /// Layers that should lie in one stack do not fit each other.
+    #[error("`{other}` does not fit `{first}`: {reason}")]
+    Stack {
+        /// The first layer of the stack.
+        first: String,
+        /// The layer that does not fit.
+        other: String,
+        /// What differs.
+        reason: String,
+    },
+    /// Layers that should be one weight have different outer scales.
+    #[error(
+        "`{first}` and `{other}` have different outer scales, and one weight has one; quantize the original model again, \
+         with a tool that lets them share"
+    )]
+    OuterScales {
+        /// A layer.
+        first: String,
+        /// The layer beside it.
+        other: String,
+    },
     /// The format layer below refused the values.
     #[error(transparent)]
     Kernel(#[from] kernels_cubecl::Error),

@@ -24,10 +24,12 @@
 //!   backends, and what became of them;
 //! - [`record`]: packed weights in Burn's records;
 //! - [`safetensors_file`]: checkpoint files of others, read without trust and written as a stream;
+//! - [`checkpoint`]: NVFP4 checkpoints in the formats of compressed-tensors and ModelOpt;
 //! - [`error`]: why something could not be packed.
 #![warn(missing_docs)]
 
 pub mod audit;
+pub mod checkpoint;
 pub mod decorator;
 pub mod error;
 pub mod flex;

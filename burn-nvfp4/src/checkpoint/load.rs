@@ -1,0 +1,117 @@
+//! Packed layers of a checkpoint as weights of `Nvfp4<B>`: the bytes of the files, no dense copy.
+use burn::tensor::Tensor;
+use burn_backend::{FloatDType, tensor::Device};
+use kernels_cubecl::{BLOCK, OuterScale, ResidualMask};
+
+use crate::{
+    Nvfp4, Nvfp4Backend, OuterScaleConvention, PackError, PackedWeight, Precision, Storage, WeightFormat,
+    pack::quantized,
+    reference::{bytes_tensor, floats_tensor},
+};
+
+use super::layer::CheckpointLayer;
+
+/// A layer as a packed weight `[d_in, d_out]`.
+///
+/// # Errors
+/// When the precision is not one of NVFP4 weights, or does not fit the layer.
+pub fn load_linear<B: Nvfp4Backend>(
+    layer: &CheckpointLayer<'_>,
+    precision: &Precision,
+    mask: Option<&ResidualMask>,
+    device: &Device<B>,
+) -> Result<Tensor<Nvfp4<B>, 2>, PackError> {
+    let weight = stack(std::slice::from_ref(&std::slice::from_ref(layer)), 2, device)?;
+    activated(weight, precision, mask).map(quantized)
+}
+
+/// Layers as a stack of packed weights `[groups, d_in, d_out]`: the experts of a mixture. The layers of a group lie side by
+/// side along `d_out`, gate before up.
+///
+/// # Errors
+/// As [`load_linear`], and when the layers of a group have different outer scales, which one weight cannot have, or
+/// shapes or conventions differ.
+pub fn load_stack<B: Nvfp4Backend>(
+    groups: &[&[CheckpointLayer<'_>]],
+    precision: &Precision,
+    mask: Option<&ResidualMask>,
+    device: &Device<B>,
+) -> Result<Tensor<Nvfp4<B>, 3>, PackError> {
+    activated(stack(groups, 3, device)?, precision, mask).map(quantized)
+}
+
+fn activated<B: Nvfp4Backend>(
+    weight: PackedWeight<B>,
+    precision: &Precision,
+    mask: Option<&ResidualMask>,
+) -> Result<PackedWeight<B>, PackError> {
+    match precision.weight_format() {
+        Some(WeightFormat::Nvfp4) => weight.with_activation(precision.activation(mask)?),
+        Some(expected) => Err(PackError::AlreadyPacked {
+            expected,
+            actual: WeightFormat::Nvfp4,
+        }),
+        None => Err(PackError::NothingToPack),
+    }
+}
+
+fn stack<B: Nvfp4Backend>(
+    groups: &[&[CheckpointLayer<'_>]],
+    rank: usize,
+    device: &Device<B>,
+) -> Result<PackedWeight<B>, PackError> {
+    let d_in = groups
+        .first()
+        .and_then(|layers| layers.first())
+        .map_or(0, |layer| layer.weight.k);
+    let d_out = groups
+        .first()
+        .map_or(0, |layers| layers.iter().map(|layer| layer.weight.rows).sum());
+    let rows = groups.len() * d_out;
+    let mut codes = Vec::with_capacity(rows * d_in / 2);
+    let mut block_scales = Vec::with_capacity(rows * d_in / BLOCK);
+    let mut outer_scales = Vec::with_capacity(groups.len());
+    let mut convention = None;
+    for layers in groups {
+        let differ = |index: usize, reason: String| PackError::Stack {
+            first: groups[0][0].module.clone(),
+            other: layers[index].module.clone(),
+            reason,
+        };
+        let rows: usize = layers.iter().map(|layer| layer.weight.rows).sum();
+        for (index, layer) in layers.iter().enumerate() {
+            if (rows, layer.weight.k) != (d_out, d_in) {
+                let reason = format!("[{d_out}, {d_in}] and [{rows}, {}]", layer.weight.k);
+                return Err(differ(index, reason));
+            }
+            if layer.weight.outer_scale != layers[0].weight.outer_scale {
+                return Err(PackError::OuterScales {
+                    first: layers[0].module.clone(),
+                    other: layer.module.clone(),
+                });
+            }
+            codes.extend_from_slice(layer.weight.codes);
+            block_scales.extend_from_slice(layer.weight.block_scales);
+        }
+        let (this, scale) = match layers[0].weight.outer_scale {
+            OuterScale::Multiply(scale) => (OuterScaleConvention::Multiply, scale),
+            OuterScale::Divide(scale) => (OuterScaleConvention::Divide, scale),
+        };
+        if *convention.get_or_insert(this) != this {
+            return Err(differ(0, "one outer scale divides, the other multiplies".into()));
+        }
+        outer_scales.push(scale);
+    }
+    let storage = Storage {
+        format: WeightFormat::Nvfp4,
+        activation: kernels_cubecl::Activation::Full,
+        groups: groups.len(),
+        d_in,
+        d_out,
+        codes: bytes_tensor::<B>(codes, [rows, d_in / 2].into(), device),
+        block_scales: bytes_tensor::<B>(block_scales, [rows, d_in / BLOCK].into(), device),
+        outer_scales: floats_tensor::<B>(outer_scales, [groups.len()].into(), device, FloatDType::F32),
+        convention: convention.unwrap_or_default(),
+    };
+    Ok(PackedWeight::new(storage, rank))
+}
