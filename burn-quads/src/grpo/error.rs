@@ -26,7 +26,7 @@ pub enum GrpoError {
     /// Too many updates in a row had a loss or a gradient that is not finite.
     #[error(
         "training diverged: {consecutive} updates in a row had a {quantity} that is not finite (step {step}); \
-         lower optimizer.lr, or start again from an earlier checkpoint"
+         lower optimizer.schedule.learning_rate, or start again from an earlier checkpoint"
     )]
     Diverged {
         /// How many updates in a row were skipped.

@@ -9,10 +9,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::{atomic_write::write_atomically, metrics::Position};
+use crate::{atomic_write::write_atomically, console, metrics::Position};
 
 const STATE: &str = "state.json";
 const CHECKSUMS: &str = "checksums.txt";
+/// Ends of the names, begun with a dot, that nobody reads.
+const TEMPORARY: &str = ".tmp";
+const REPLACED: &str = ".old";
 
 /// What a run needs to go on, beside its tensors and settings. Random numbers and the order of the problems are functions
 /// of the seed and the step, so they have no state.
@@ -69,15 +72,33 @@ impl Checkpoints {
         })
     }
 
+    /// Clears away what a process that died left behind: checkpoints half written, and one that was about to be replaced,
+    /// which comes back. For the process that works on the run.
+    pub fn tidy(&self) -> Result<()> {
+        for name in file_names(&self.folder)? {
+            let of = |suffix: &str| Some(self.folder.join(name.strip_prefix('.')?.strip_suffix(suffix)?));
+            match (of(TEMPORARY), of(REPLACED)) {
+                (None, Some(path)) if !path.exists() => {
+                    let replaced = self.folder.join(&name);
+                    fs::rename(&replaced, &path)
+                        .with_context(|| format!("cannot rename {} to {}", replaced.display(), path.display()))?;
+                }
+                (None, None) => {}
+                _ => remove(&self.folder.join(&name))?,
+            }
+        }
+        Ok(())
+    }
+
     /// Writes a checkpoint; `write` puts the tensors into the folder it is given. Until all of it is on the disk the
-    /// folder has a name that nobody reads.
+    /// folder has a name that nobody reads. An error leaves the checkpoints as they were.
     pub fn save(&self, state: &RunState, write: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
         let path = self.path(state.position);
         let named = |suffix: &str| {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            self.folder.join(format!(".{name}.{suffix}"))
+            self.folder.join(format!(".{name}{suffix}"))
         };
-        let (temporary, replaced) = (named("tmp"), named("old"));
+        let (temporary, replaced) = (named(TEMPORARY), named(REPLACED));
         let save = || -> Result<()> {
             remove(&temporary)?;
             fs::create_dir(&temporary)?;
@@ -95,9 +116,13 @@ impl Checkpoints {
                 fs::rename(&path, &replaced)?;
             }
             fs::rename(&temporary, &path)?;
+            sync_folder(&self.folder)?;
             remove(&replaced)
         };
-        save().with_context(|| format!("cannot save the checkpoint {}", path.display()))?;
+        save()
+            // On a full disk half a checkpoint is in the way of everything else.
+            .inspect_err(|_| drop(fs::remove_dir_all(&temporary)))
+            .with_context(|| format!("cannot save the checkpoint {}", path.display()))?;
         Ok(path)
     }
 
@@ -125,7 +150,7 @@ impl Checkpoints {
                 Ok(checkpoint) => return Ok((Some(checkpoint), damaged)),
                 Err(error) => damaged.push(Damaged {
                     path: self.path(position),
-                    reason: format!("{error:#}"),
+                    reason: console::explain(&error),
                 }),
             }
         }
@@ -135,6 +160,9 @@ impl Checkpoints {
     /// Reads and checks one checkpoint.
     pub fn read(&self, position: Position) -> Result<Checkpoint> {
         let path = self.path(position);
+        if !path.exists() {
+            bail!("there is no checkpoint {}: {}", path.display(), self.list()?);
+        }
         let checksums = read_text(&path.join(CHECKSUMS))?;
         let mut listed = Vec::new();
         for line in checksums.lines() {
@@ -157,8 +185,24 @@ impl Checkpoints {
         Ok(Checkpoint { path, state })
     }
 
-    /// Positions of all checkpoints, damaged or not, the newest first.
+    /// What there is, in words.
+    fn list(&self) -> Result<String> {
+        let positions = self.positions()?;
+        let paths = positions.iter().rev().map(|position| self.path(*position));
+        let names: Vec<_> = paths
+            .map(|path| path.file_name().unwrap_or_default().to_string_lossy().into_owned())
+            .collect();
+        Ok(match names.is_empty() {
+            true => "the run has none".into(),
+            false => format!("the run has {}", names.join(", ")),
+        })
+    }
+
+    /// Positions of all checkpoints, damaged or not, the newest first. Without the folder there are none.
     pub fn positions(&self) -> Result<Vec<Position>> {
+        if !self.folder.exists() {
+            return Ok(Vec::new());
+        }
         let mut positions: Vec<_> = file_names(&self.folder)?
             .iter()
             .filter_map(|name| position(name))
@@ -203,6 +247,14 @@ fn remove(folder: &Path) -> Result<()> {
         }
         _ => Ok(()),
     }
+}
+
+/// Renamed files are on the disk when their folder is; Windows has no such call.
+fn sync_folder(folder: &Path) -> Result<()> {
+    if cfg!(unix) {
+        File::open(folder)?.sync_all()?;
+    }
+    Ok(())
 }
 
 /// FNV-1a: finds what disks and interrupted copies do, not what an adversary would.
@@ -313,9 +365,49 @@ mod tests {
             "{error}"
         );
         assert_eq!(checkpoints.newest().unwrap().0.unwrap().state.position, Grpo(1));
+        assert_eq!(
+            file_names(&checkpoints.folder).unwrap(),
+            ["step_0001"],
+            "nothing half written stays"
+        );
         save(&checkpoints, Grpo(1));
         assert_eq!(file_names(&checkpoints.folder).unwrap(), ["step_0001"]);
         fs::remove_dir_all(checkpoints.folder).unwrap();
+    }
+
+    #[test]
+    fn what_a_dead_process_left_is_cleared_away() {
+        let checkpoints = scratch("tidy");
+        for step in [0, 1, 2] {
+            save(&checkpoints, Grpo(step));
+        }
+        let hidden = |name: &str| checkpoints.folder.join(name);
+        // It died while it wrote step 3, while it replaced step 1, and after it replaced step 2.
+        fs::create_dir(hidden(".step_0003.tmp")).unwrap();
+        fs::rename(checkpoints.path(Grpo(1)), hidden(".step_0001.old")).unwrap();
+        fs::create_dir(hidden(".step_0001.tmp")).unwrap();
+        fs::create_dir(hidden(".step_0002.old")).unwrap();
+        checkpoints.tidy().unwrap();
+        let names = file_names(&checkpoints.folder).unwrap();
+        assert_eq!(names, ["step_0000", "step_0001", "step_0002"]);
+        checkpoints.read(Grpo(1)).unwrap();
+        fs::remove_dir_all(checkpoints.folder).unwrap();
+    }
+
+    #[test]
+    fn a_checkpoint_that_is_not_there_is_named_with_those_that_are() {
+        let checkpoints = scratch("absent");
+        let error = |checkpoints: &Checkpoints| checkpoints.read(Grpo(7)).unwrap_err().to_string();
+        assert!(error(&checkpoints).ends_with("step_0007: the run has none"));
+        save(&checkpoints, Grpo(0));
+        save(&checkpoints, Grpo(5));
+        assert!(error(&checkpoints).ends_with("step_0007: the run has step_0000, step_0005"));
+        fs::remove_dir_all(&checkpoints.folder).unwrap();
+        assert!(
+            error(&checkpoints).ends_with("step_0007: the run has none"),
+            "without the folder"
+        );
+        assert!(checkpoints.newest().unwrap().0.is_none());
     }
 
     #[test]

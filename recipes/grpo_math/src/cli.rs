@@ -1,5 +1,5 @@
 //! The command line.
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, builder::RangedU64ValueParser};
 use std::path::PathBuf;
 
 /// Trains a mixture-of-experts language model by GRPO on 4-bit (NVFP4) rollouts.
@@ -30,7 +30,7 @@ Examples:
   grpo_math --resume runs/grpo_math                  go on after Ctrl-C
   grpo_math gap --run runs/grpo_math                 the log-prob gap of every pairing after the warm-up
 
-Exit code: 0 done, 1 error, 2 wrong arguments, 130 stopped by Ctrl-C (saved).";
+Exit code: 0 done, 1 error, 2 wrong arguments, 130 stopped by Ctrl-C, SIGTERM or SIGHUP (saved).";
 
 /// Everything but a run.
 #[derive(Debug, Subcommand)]
@@ -69,7 +69,8 @@ pub struct RunArgs {
     /// Goes on with a run from its last checkpoint; only --set grpo.steps and checkpoint.* may change.
     #[arg(long, value_name = "RUN_DIR")]
     pub resume: Option<PathBuf>,
-    /// Prints all settings with their comments, and the changes made here, and stops.
+    /// Checks and prints all settings with their comments, those of a run with --resume, and the changes made here; and
+    /// stops.
     #[arg(long)]
     pub print_config: bool,
 }
@@ -99,9 +100,10 @@ pub struct GapArgs {
     /// GRPO step of the checkpoint; 0 is the policy after the warm-up.
     #[arg(long, default_value_t = 0)]
     pub step: usize,
-    /// Completions to sample from the policy in high precision, each of another held-out problem.
-    #[arg(long, default_value_t = 512)]
-    pub completions: usize,
+    /// Completions to sample from the policy in high precision, each of another held-out problem; without it 512, or as
+    /// many as the task has problems.
+    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..=1_000_000))]
+    pub completions: Option<usize>,
     /// Prints one JSON object instead of a table.
     #[arg(long)]
     pub json: bool,

@@ -1,20 +1,21 @@
 //! The end of a run: the final policy in every precision, and the pages about it.
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use burn::module::Module;
-use burn_quads::{mismatch::Mismatch, sync::sync};
+use burn_quads::sync::sync;
 use std::fs;
 
 use crate::{
     atomic_write::write_atomically,
+    charts,
     config::{Config, PRECISIONS, precision, precision_name},
-    gap::{token_log_probs, trainer_side},
     metrics::{self, HELD_OUT, HELD_OUT_GREEDY, MetricsLine, Position},
-    peak_memory, plan, plots,
+    peak_memory, plan,
     problems::Problems,
     reinforce::Reinforced,
     report::{Report, State},
     results::{Accuracy, Machine, PrecisionResult, Results},
     run_folder::RunFolder,
+    scoring::{mismatch, trainer_side},
     seeds,
     session::{Session, fresh_policy},
 };
@@ -48,16 +49,13 @@ pub fn evaluate(session: &mut Session<'_>, run: &Reinforced) -> Result<Results> 
             .sampling
             .rollouts(&run.sampler, &prompts, seeds::seed(config.run.seed, "final rollout", 0))?;
     let policy = run.learner.model();
-    let trainer = token_log_probs(
-        &trainer_side(policy, &config.learner.precision)?,
-        &rollouts,
-        temperature,
-    );
+    let trainer = trainer_side(policy, &config.learner.precision)?;
+    let replay = config.rollout.routing_replay;
     let mut precisions = Vec::new();
     for name in PRECISIONS {
         let precision = precision(name, config.rac.rac).expect("a name of the list");
         let (sampler, _) = sync(policy, &precision, run.masks.as_ref())?;
-        let mismatch = Mismatch::new(&trainer, &token_log_probs(&sampler, &rollouts, temperature));
+        let mismatch = mismatch(&trainer, &sampler, &rollouts, temperature, replay);
         precisions.push(PrecisionResult {
             precision: name.into(),
             gap_mean: mismatch.mean,
@@ -84,21 +82,35 @@ pub fn evaluate(session: &mut Session<'_>, run: &Reinforced) -> Result<Results> 
     })
 }
 
+/// Whether a process is working on a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activity {
+    /// One is.
+    UnderWay,
+    /// None is.
+    Over,
+}
+
 /// Writes `plots/*.svg` and `report.html` from what is in the run's folder.
-pub fn write_report(folder: &RunFolder, config: &Config, problems: &Problems) -> Result<()> {
-    let lines = match folder.metrics().exists() {
-        true => metrics::read(&folder.metrics())?,
-        false => Vec::new(),
-    };
+pub fn write_report(folder: &RunFolder, config: &Config, problems: &Problems, activity: Activity) -> Result<()> {
+    let path = folder.metrics();
+    if !path.exists() {
+        bail!("{} is missing: without it there is nothing to report", path.display());
+    }
+    let lines = metrics::read(&path)?;
     let results = read_results(folder)?;
     let results = results.filter(|results| results.grpo_steps == config.learner.steps);
-    let state = match (&results, lines.last().map(|line| line.position)) {
-        (Some(_), _) => State::Complete,
-        (None, Some(Position::Grpo(step))) => State::Stopped(format!("after step {step} of {}", config.learner.steps)),
-        (None, Some(Position::Warmup(step))) => State::Stopped(format!("in the warm-up, after step {step}")),
-        (None, None) => State::Stopped("before the first step".into()),
+    let at = match lines.last().map(|line| line.position) {
+        Some(Position::Grpo(step)) => format!("after step {step} of {}", config.learner.steps),
+        Some(Position::Warmup(step)) => format!("in the warm-up, after step {step}"),
+        None => "before the first step".into(),
     };
-    let charts = plots::charts(&lines);
+    let state = match (&results, activity) {
+        (Some(_), _) => State::Complete,
+        (None, Activity::UnderWay) => State::Running(at),
+        (None, Activity::Over) => State::Stopped(at),
+    };
+    let charts = charts::charts(&lines);
     fs::create_dir_all(folder.plots()).with_context(|| format!("cannot make {}", folder.plots().display()))?;
     for chart in &charts {
         let svg = chart.to_svg().map_err(|error| anyhow!(error))?;

@@ -1,53 +1,27 @@
 //! The log-prob gap of pairings of trainer and rollout: the same completions, sampled once from the policy in high
 //! precision, scored by both sides of each pairing.
-use anyhow::Result;
-use burn::module::AutodiffModule;
+use anyhow::{Result, bail};
 use burn_nvfp4::{Precision, Rac};
 use burn_quads::{
-    mismatch::Mismatch,
     modules::residual_masks::ResidualMasks,
     sync::sync,
-    tasks::Split,
-    token_log_probs::{ScoreOptions, TokenRow, score},
+    tasks::{Split, TaskError},
 };
 use kernels_cubecl::{Granularity, Selection};
 use serde::Serialize;
 use std::fmt;
 
 use crate::{
-    backend::{Policy, Sampler},
+    backend::Policy,
     checkpoints::Checkpoint,
     config::Config,
     problems::Problems,
     results::nats,
     sampling::{Rollouts, Sampling},
+    scoring::{mismatch, trainer_side},
     seeds,
     session::{calibrate, read_policy},
 };
-
-/// Log-probs of the completions' tokens, completion after completion.
-pub fn token_log_probs(model: &Sampler, rollouts: &Rollouts, temperature: f32) -> Vec<f32> {
-    let rows: Vec<TokenRow<'_>> = rollouts
-        .prompts
-        .iter()
-        .zip(&rollouts.completions)
-        .map(|(prompt, completion)| TokenRow {
-            prompt,
-            completion: &completion.tokens,
-            routing: None,
-        })
-        .collect();
-    let options = ScoreOptions {
-        temperature,
-        ..ScoreOptions::default()
-    };
-    score(model, &rows, &options).log_probs.concat()
-}
-
-/// The trainer's model in a precision, for scoring without gradients: f32 masters, rounded on the way.
-pub fn trainer_side(policy: &Policy, precision: &Precision) -> Result<Sampler> {
-    Ok(policy.valid().with_precision(precision.clone())?)
-}
 
 /// A trainer and a rollout.
 #[derive(Clone, Debug)]
@@ -110,6 +84,8 @@ pub struct PairingGap {
 pub struct GapReport {
     /// GRPO step of the policy.
     pub step: usize,
+    /// Whether each trainer took the experts that its rollout chose.
+    pub routing_replay: bool,
     /// Completions.
     pub completions: usize,
     /// Their tokens.
@@ -120,40 +96,52 @@ pub struct GapReport {
     pub gaps: Vec<PairingGap>,
 }
 
+/// Completions that are sampled when no number is asked for and there are as many held-out problems.
+pub const COMPLETIONS: usize = 512;
+
 /// Samples completions of held-out problems from a checkpoint's policy in high precision, and measures the gaps on them.
+/// Without a number of `completions` there are [`COMPLETIONS`], or one for each held-out problem that the task has.
 pub fn measure_checkpoint(
     config: &Config,
     checkpoint: &Checkpoint,
     step: usize,
-    completions: usize,
+    completions: Option<usize>,
 ) -> Result<GapReport> {
     let problems = Problems::draw(config)?;
     let (policy, _) = read_policy(config, &problems, checkpoint)?;
     let masks = calibrate(config, &problems, &policy)?;
-    let mut rng = seeds::stream(config.run.seed, "gap problems", 0);
-    let held_out = problems.mixture.distinct(Split::HeldOut, completions, &mut rng)?;
+    let draw = |count: usize| {
+        let mut rng = seeds::stream(config.run.seed, "gap problems", 0);
+        problems.mixture.distinct(Split::HeldOut, count, &mut rng)
+    };
+    let held_out = match (draw(completions.unwrap_or(COMPLETIONS)), completions) {
+        (Err(TaskError::TooFew { found, .. }), None) => draw(found)?,
+        (Err(TaskError::TooFew { found, .. }), Some(asked)) => bail!(
+            "--completions {asked}: expected at most {found}, all held-out problems of {}",
+            problems.mixture.names()
+        ),
+        (drawn, _) => drawn?,
+    };
     let held_out: Vec<_> = held_out.iter().collect();
     let mut sampling = Sampling::new(config, &problems)?;
     let seed = seeds::seed(config.run.seed, "gap", step as u64);
     let rollouts = sampling.rollouts(&trainer_side(&policy, &Precision::High)?, &held_out, seed)?;
-    measure(&policy, step, &masks, &rollouts, config.rollout.temperature as f32)
+    measure(config, &policy, step, &masks, &rollouts)
 }
 
 /// Scores completions, sampled from `policy` in high precision, by both sides of every pairing.
 fn measure(
+    config: &Config,
     policy: &Policy,
     step: usize,
     masks: &ResidualMasks,
     rollouts: &Rollouts,
-    temperature: f32,
 ) -> Result<GapReport> {
+    let (temperature, replay) = (config.rollout.temperature as f32, config.rollout.routing_replay);
     let mut gaps = Vec::new();
     for Pairing { name, trainer, rollout } in pairings() {
         let (packed, _) = sync(policy, &rollout, Some(masks))?;
-        let mismatch = Mismatch::new(
-            &token_log_probs(&trainer_side(policy, &trainer)?, rollouts, temperature),
-            &token_log_probs(&packed, rollouts, temperature),
-        );
+        let mismatch = mismatch(&trainer_side(policy, &trainer)?, &packed, rollouts, temperature, replay);
         gaps.push(PairingGap {
             pairing: name,
             trainer: trainer.to_string(),
@@ -166,6 +154,7 @@ fn measure(
     }
     Ok(GapReport {
         step,
+        routing_replay: replay,
         completions: rollouts.completions.len(),
         tokens: rollouts.tokens(),
         accuracy: rollouts.mean_reward(),
@@ -191,7 +180,14 @@ impl fmt::Display for GapReport {
             self.step,
             100.0 * self.accuracy
         )?;
-        writeln!(f, "|Δ log-prob| of trainer and rollout on these tokens, in nats:\n")?;
+        let replay = match self.routing_replay {
+            true => ", each trainer through its rollout's experts (rollout.routing_replay)",
+            false => "",
+        };
+        writeln!(
+            f,
+            "|Δ log-prob| of trainer and rollout on these tokens, in nats{replay}:\n"
+        )?;
         writeln!(
             f,
             "  {:<28} {:<8} {:<34} {:>8} {:>9} {:>8} {:>9}",

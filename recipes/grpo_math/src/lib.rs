@@ -1,14 +1,17 @@
 //! Parts of the `grpo_math` recipe.
 //!
-//! Reading order: [`run`] (a run from its plan to its last table), [`warmup`] and [`reinforce`] (its two stages), [`finish`]
-//! (the last table); then what they are made of: [`config`], [`problems`], [`sampling`], [`session`] with [`checkpoints`] and
-//! [`metrics`], [`plots`] and [`report`]; and [`gap`], a measurement of its own.
+//! Reading order: [`start`] (all that can refuse a run), [`run`] (a run from its plan to its last table), [`warmup`] and
+//! [`reinforce`] (its two stages), [`finish`] (the last table); then what they are made of: [`config`], [`problems`],
+//! [`sampling`] and [`scoring`], [`session`] with [`checkpoints`] and [`metrics`], [`charts`], [`plots`] and [`report`]; and
+//! [`gap`], a measurement of its own.
 #![warn(missing_docs)]
 pub mod atomic_write;
 pub mod backend;
+pub mod charts;
 pub mod checkpoints;
 pub mod cli;
 pub mod config;
+pub mod console;
 pub mod finish;
 pub mod gap;
 pub mod interrupt;
@@ -24,7 +27,11 @@ pub mod report;
 pub mod results;
 pub mod run;
 pub mod run_folder;
+pub mod run_lock;
 pub mod sampling;
+pub mod scoring;
 pub mod seeds;
 pub mod session;
+pub mod start;
+pub mod times;
 pub mod warmup;

@@ -1,84 +1,103 @@
 //! Trains a small mixture-of-experts language model by GRPO on NVFP4 rollouts. The parts are in the library beside.
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Error, Result, anyhow};
 use clap::Parser;
 use grpo_math::{
     checkpoints::Checkpoints,
     cli::{Cli, Command, GapArgs, RunArgs},
-    config::{Config, ConfigError, Layers},
-    finish, gap,
+    config::{Config, Layers},
+    console,
+    finish::{self, Activity},
+    gap,
     interrupt::{self, Interrupt},
     metrics::Position,
     problems::Problems,
     run::{Outcome, run},
     run_folder::RunFolder,
-    session::{self, newest_checkpoint},
+    run_lock::RunLock,
+    session,
+    start::Start,
 };
 use std::process::ExitCode;
-use tracing_subscriber::Layer;
-use tracing_subscriber::filter::{LevelFilter, Targets};
-use tracing_subscriber::layer::SubscriberExt;
-use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{
+    Layer,
+    filter::{LevelFilter, Targets},
+    layer::SubscriberExt,
+    util::SubscriberInitExt,
+};
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
     start_logging(cli.verbose);
-    let done = match cli.command {
+    let done = check_current_folder().and_then(|()| match cli.command {
         None => start(&cli.run),
         Some(Command::Gap(arguments)) => measure_gap(&arguments),
         Some(Command::Report { run }) => write_report(&run),
-    };
+    });
     match done {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            console::err(format!("error: {}", console::explain(&error)));
             ExitCode::FAILURE
         }
     }
 }
 
+/// CubeCL looks for its settings there, and panics when it is gone.
+fn check_current_folder() -> Result<()> {
+    let folder = std::env::current_dir();
+    folder
+        .map(drop)
+        .context("the current folder cannot be used (was it removed?); change to another one")
+}
+
 fn start_logging(verbose: bool) {
     let default = if verbose { LevelFilter::DEBUG } else { LevelFilter::WARN };
     let asked = std::env::var("RUST_LOG").ok().and_then(|targets| targets.parse().ok());
-    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    let lines = tracing_subscriber::fmt::layer()
+        .with_writer(std::io::stderr)
+        // It would tell of them on the very stream that failed, and panic.
+        .log_internal_errors(false);
     let targets = asked.unwrap_or_else(|| Targets::new().with_default(default));
     tracing_subscriber::registry().with(lines.with_filter(targets)).init();
 }
 
 fn start(arguments: &RunArgs) -> Result<ExitCode> {
     if arguments.print_config {
-        print!("{}", layers(arguments)?);
+        let config = match &arguments.resume {
+            Some(path) => RunFolder::open(path, &arguments.set)?.1,
+            None => config(arguments)?,
+        };
+        console::deliver(&config.toml)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let (folder, config, checkpoint) = match &arguments.resume {
-        Some(path) => {
-            let (folder, config) = RunFolder::open(path, &arguments.set)?;
-            let checkpoint = newest_checkpoint(&folder, &config)?;
-            if let Position::Grpo(reached) = checkpoint.state.position
-                && reached > config.learner.steps
-            {
-                let steps = config.learner.steps;
-                bail!("grpo.steps = {steps}: the run has reached step {reached}; expected at least that");
-            }
-            folder.write_config(&config)?;
-            (folder, config, Some(checkpoint))
-        }
-        None => {
-            let config = Config::read(&layers(arguments)?)?;
-            // Before there is a folder: settings that draw too few problems should leave nothing behind.
-            Problems::draw(&config)?;
-            (RunFolder::create(&config)?, config, None)
-        }
+    let start = match &arguments.resume {
+        Some(path) => Start::resume(path, &arguments.set)?,
+        None => Start::new(config(arguments)?)?,
     };
     let interrupt = Interrupt::listen()?;
-    let outcome = run(&folder, &config, checkpoint, &|_| interrupt.is_requested());
-    let outcome = outcome.with_context(|| format!("the run in {} failed", folder.path().display()))?;
+    let outcome = run(&start, &|_| interrupt.is_requested()).map_err(|error| failed(&start, error))?;
     Ok(match outcome {
         Outcome::Complete(_) => ExitCode::SUCCESS,
         Outcome::Stopped(_) => ExitCode::from(interrupt::EXIT_CODE),
     })
 }
 
-fn layers(arguments: &RunArgs) -> Result<Layers, ConfigError> {
+/// The error of a run that failed on its way, with the way to go on where there is one.
+fn failed(start: &Start, error: Error) -> Error {
+    let folder = &start.folder;
+    let error = error.context(format!("the run in {} failed", folder.path().display()));
+    match Checkpoints::new(folder.checkpoints()).positions() {
+        Ok(positions) if !positions.is_empty() => anyhow!(
+            "{}\nIts checkpoints are kept. When the cause is gone, this goes on from the last one:\n\n  {}\n",
+            console::explain(&error),
+            finish::continue_command(folder, &start.config, false)
+        ),
+        _ => error,
+    }
+}
+
+/// The settings of a new run.
+fn config(arguments: &RunArgs) -> Result<Config> {
     let mut layers = Layers::defaults();
     if let Some(file) = &arguments.config {
         layers.lay_file(file)?;
@@ -86,28 +105,40 @@ fn layers(arguments: &RunArgs) -> Result<Layers, ConfigError> {
     for assignment in arguments.assignments() {
         layers.lay_assignment(&assignment)?;
     }
-    Ok(layers)
+    let config = Config::read(&mut layers)?;
+    for note in &config.notes {
+        console::err(format!("Note: {note}"));
+    }
+    Ok(config)
 }
 
 fn measure_gap(arguments: &GapArgs) -> Result<ExitCode> {
     let (folder, config) = RunFolder::open(&arguments.run, &[])?;
     let checkpoints = Checkpoints::new(folder.checkpoints());
     let position = Position::Grpo(arguments.step);
-    let checkpoint = checkpoints
-        .read(position)
-        .with_context(|| format!("cannot use the checkpoint {}", checkpoints.path(position).display()))?;
+    let checkpoint = match checkpoints.path(position).exists() {
+        true => checkpoints
+            .read(position)
+            .with_context(|| format!("cannot use the checkpoint {}", checkpoints.path(position).display()))?,
+        // It names the path, and those that there are.
+        false => checkpoints.read(position)?,
+    };
     session::check_fingerprint(&folder, &config, &checkpoint)?;
     let report = gap::measure_checkpoint(&config, &checkpoint, arguments.step, arguments.completions)?;
-    match arguments.json {
-        true => println!("{}", serde_json::to_string_pretty(&report)?),
-        false => print!("{report}"),
-    }
+    console::deliver(&match arguments.json {
+        true => serde_json::to_string_pretty(&report)? + "\n",
+        false => report.to_string(),
+    })?;
     Ok(ExitCode::SUCCESS)
 }
 
 fn write_report(run: &std::path::Path) -> Result<ExitCode> {
     let (folder, config) = RunFolder::open(run, &[])?;
-    finish::write_report(&folder, &config, &Problems::draw(&config)?)?;
-    println!("{}", folder.report().display());
+    let activity = match RunLock::is_held(&folder) {
+        true => Activity::UnderWay,
+        false => Activity::Over,
+    };
+    finish::write_report(&folder, &config, &Problems::draw(&config)?, activity)?;
+    console::deliver(&format!("{}\n", folder.report().display()))?;
     Ok(ExitCode::SUCCESS)
 }

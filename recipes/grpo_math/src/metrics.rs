@@ -2,7 +2,7 @@
 //!
 //! Everything that depends on the machine comes last, under `time/` and `perf/`: without these fields the same seed gives
 //! the same bytes. A number that is not finite, or was not measured at this step, is `null`.
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use burn_quads::grpo::Metrics;
 use serde::{
     Deserialize, Deserializer, Serialize, Serializer,
@@ -15,8 +15,6 @@ use std::{
     io::Write,
     path::{Path, PathBuf},
 };
-
-use crate::atomic_write::write_atomically;
 
 /// Pass@1 on the held-out problems, at the rollout's temperature and precision.
 pub const HELD_OUT: &str = "eval/pass@1";
@@ -131,6 +129,62 @@ pub enum Position {
     Grpo(usize),
 }
 
+impl fmt::Display for Position {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Position::Warmup(step) => write!(f, "step {step} of the warm-up"),
+            Position::Grpo(step) => write!(f, "step {step} of GRPO"),
+        }
+    }
+}
+
+/// The line of every step up to a checkpoint, read and found whole; nothing is changed by reading it.
+#[derive(Clone, Debug)]
+pub struct History {
+    path: PathBuf,
+    /// Bytes of these lines; what follows was written by steps that the checkpoint does not know.
+    bytes: u64,
+}
+
+impl History {
+    /// Reads the file up to a checkpoint at `position`, of a run whose warm-up took (or has taken) `warmup_steps`. The line
+    /// of GRPO's step 0 is not kept at that position: it is evaluated again.
+    ///
+    /// # Errors
+    /// When the file cannot be read, or one of these lines is missing or damaged: the error has the line's number. What
+    /// comes after them is not judged: a crash may have torn it, and it is going to be written again.
+    pub fn read(path: &Path, position: Position, warmup_steps: usize) -> Result<Self> {
+        let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let lines = match position {
+            Position::Warmup(step) => step,
+            Position::Grpo(0) => warmup_steps,
+            Position::Grpo(step) => warmup_steps + 1 + step,
+        };
+        let mut rest = text.split_inclusive(|byte| *byte == b'\n');
+        let mut bytes = 0;
+        for number in 1..=lines {
+            let belongs = match number.checked_sub(warmup_steps + 1) {
+                Some(step) => Position::Grpo(step),
+                None => Position::Warmup(number),
+            };
+            let damaged = |what: String| anyhow!("{}, line {number}: expected {belongs}, found {what}", path.display());
+            let line = rest.next().ok_or_else(|| damaged("the end of the file".into()))?;
+            let found = parse(line).map_err(|error| damaged(format!("a damaged line ({error})")))?;
+            if !line.ends_with(b"\n") {
+                return Err(damaged("a line without its end".into()));
+            }
+            if found.position != belongs {
+                return Err(damaged(found.position.to_string()));
+            }
+            bytes += line.len() as u64;
+        }
+        Ok(Self {
+            path: path.into(),
+            bytes,
+        })
+    }
+}
+
 /// The file, open for more.
 #[derive(Debug)]
 pub struct MetricsFile {
@@ -139,20 +193,24 @@ pub struct MetricsFile {
 }
 
 impl MetricsFile {
-    /// Opens the file and cuts it after `position`: what a killed run wrote later will be written again.
-    pub fn open(path: &Path, position: Position) -> Result<Self> {
-        if path.exists() {
-            let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-            let kept = cut(&text, position);
-            if kept.len() != text.len() {
-                write_atomically(path, kept.as_bytes())?;
-            }
-        }
+    /// Makes the file of a new run.
+    pub fn create(path: &Path) -> Result<Self> {
         let file = OpenOptions::new().create(true).append(true).open(path);
         Ok(Self {
             path: path.into(),
             file: file.with_context(|| format!("cannot write {}", path.display()))?,
         })
+    }
+
+    /// Opens the file of a run that goes on: cuts what comes after its history.
+    pub fn resume(history: &History) -> Result<Self> {
+        let path = &history.path;
+        OpenOptions::new()
+            .write(true)
+            .open(path)
+            .and_then(|file| file.set_len(history.bytes))
+            .with_context(|| format!("cannot write {}", path.display()))?;
+        Self::create(path)
     }
 
     /// Adds a line.
@@ -165,27 +223,29 @@ impl MetricsFile {
             .and_then(|()| self.file.flush())
             .with_context(|| format!("cannot write {}", self.path.display()))
     }
+
+    /// Waits until the lines are on the disk: a checkpoint that outlives a power failure needs those before it.
+    pub fn sync(&self) -> Result<()> {
+        self.file
+            .sync_data()
+            .with_context(|| format!("cannot write {}", self.path.display()))
+    }
 }
 
-/// The whole lines up to `position`, but not that of GRPO step 0: it is evaluated again.
-fn cut(text: &str, position: Position) -> String {
-    let keep = |at: Position| at < position || (at == position && at != Position::Grpo(0));
-    text.split_inclusive('\n')
-        .take_while(|line| {
-            let parsed = serde_json::from_str::<MetricsLine>(line);
-            line.ends_with('\n') && parsed.is_ok_and(|parsed| keep(parsed.position))
-        })
-        .collect()
+fn parse(line: &[u8]) -> Result<MetricsLine> {
+    // The parser's own line number would always be 1.
+    serde_json::from_slice(line)
+        .map_err(|error| anyhow!("{}", error.to_string().replace(" at line 1 column", ", column")))
 }
 
 /// Reads the file; a last line that is not whole is left out.
 pub fn read(path: &Path) -> Result<Vec<MetricsLine>> {
-    let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     let mut lines = Vec::new();
-    for (number, line) in text.split_inclusive('\n').enumerate() {
-        match serde_json::from_str(line) {
+    for (number, line) in text.split_inclusive(|byte| *byte == b'\n').enumerate() {
+        match parse(line) {
             Ok(line) => lines.push(line),
-            Err(_) if !line.ends_with('\n') => {}
+            Err(_) if !line.ends_with(b"\n") => {}
             Err(error) => bail!("{}, line {}: {error}", path.display(), number + 1),
         }
     }
@@ -225,29 +285,100 @@ mod tests {
         assert!(serde_json::from_str::<MetricsLine>(r#"{"stage":"test","step":3}"#).is_err());
     }
 
+    /// A run with two steps of warm-up and two of GRPO.
+    const STEPS: [Position; 5] = [Warmup(1), Warmup(2), Grpo(0), Grpo(1), Grpo(2)];
+
+    fn write_steps(path: &Path) -> Vec<u8> {
+        let _ = fs::remove_file(path);
+        let mut file = MetricsFile::create(path).unwrap();
+        for position in STEPS {
+            file.write(&line(position)).unwrap();
+        }
+        file.sync().unwrap();
+        fs::read(path).unwrap()
+    }
+
     #[test]
     fn a_resumed_file_ends_at_the_checkpoint() {
         let path = scratch("cut");
-        let _ = fs::remove_file(&path);
-        let mut file = MetricsFile::open(&path, Position::Warmup(0)).unwrap();
-        for position in [Warmup(1), Warmup(2), Grpo(0), Grpo(1), Grpo(2)] {
-            file.write(&line(position)).unwrap();
+        let whole = write_steps(&path);
+        // What a crash leaves: a torn line, or blocks that were never written.
+        for torn in [&b"{\"stage\":\"grpo\",\"st"[..], b"", b"\0\0\0\n\0\0", b"x\n", b"\xff"] {
+            for (position, warmup_steps, kept) in [
+                (Grpo(2), 2, &STEPS[..]),
+                (Grpo(1), 2, &STEPS[..4]),
+                // Step 0 is written again.
+                (Grpo(0), 2, &STEPS[..2]),
+                (Warmup(2), 2, &STEPS[..2]),
+                (Warmup(1), 1, &STEPS[..1]),
+            ] {
+                let before = [&whole, torn].concat();
+                fs::write(&path, &before).unwrap();
+                let history = History::read(&path, position, warmup_steps).unwrap();
+                assert_eq!(fs::read(&path).unwrap(), before, "reading changes nothing");
+                let mut file = MetricsFile::resume(&history).unwrap();
+                file.write(&line(Grpo(9))).unwrap();
+                let lines: Vec<_> = read(&path).unwrap().iter().map(|line| line.position).collect();
+                assert_eq!(lines, [kept, &[Grpo(9)]].concat());
+                let bytes = fs::read(&path).unwrap();
+                assert!(bytes.starts_with(&whole[..history.bytes as usize]), "the bytes stay");
+            }
         }
-        fs::write(&path, fs::read_to_string(&path).unwrap() + "{\"stage\":\"grpo\",\"st").unwrap();
-        let steps = |position| {
-            drop(MetricsFile::open(&path, position).unwrap());
-            read(&path)
-                .unwrap()
-                .iter()
-                .map(|line| line.position)
-                .collect::<Vec<_>>()
-        };
-        assert_eq!(steps(Grpo(9)), [Warmup(1), Warmup(2), Grpo(0), Grpo(1), Grpo(2)]);
-        assert_eq!(steps(Grpo(1)), [Warmup(1), Warmup(2), Grpo(0), Grpo(1)]);
-        assert_eq!(steps(Grpo(0)), [Warmup(1), Warmup(2)], "step 0 is written again");
-        assert_eq!(steps(Warmup(1)), [Warmup(1)]);
-        assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 1);
         fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_history_with_a_damaged_or_missing_line_is_refused_with_its_number() {
+        let path = scratch("damaged");
+        let whole = write_steps(&path);
+        let lines: Vec<&[u8]> = whole.split_inclusive(|byte| *byte == b'\n').collect();
+        let refused = |text: Vec<u8>, expected: &str| {
+            fs::write(&path, &text).unwrap();
+            let error = History::read(&path, Grpo(2), 2).unwrap_err().to_string();
+            let expected = format!("{}, {expected}", path.display());
+            assert!(error.starts_with(&expected), "{error}\nwithout {expected}");
+            assert_eq!(fs::read(&path).unwrap(), text, "nothing is changed");
+        };
+        for (number, belongs) in STEPS.iter().enumerate() {
+            let expected = format!("line {}: expected {belongs}, found ", number + 1);
+            let with = |line: &[u8]| {
+                let mut lines = lines.clone();
+                lines[number] = line;
+                lines.concat()
+            };
+            let damaged = format!("{expected}a damaged line (");
+            refused(with(b"x\n"), &damaged);
+            refused(with(&lines[number][1..]), &damaged);
+            refused(with(b"\xff\xfe\n"), &damaged);
+            refused(with(b"\n"), &damaged);
+            let one_less = match number + 1 < lines.len() {
+                true => STEPS[number + 1].to_string(),
+                false => "the end of the file".into(),
+            };
+            refused(with(b""), &format!("{expected}{one_less}"));
+            refused(lines[..number].concat(), &format!("{expected}the end of the file"));
+        }
+        refused(
+            whole[..whole.len() - 1].to_vec(),
+            "line 5: expected step 2 of GRPO, found a line without its end",
+        );
+        fs::remove_file(&path).unwrap();
+        let error = History::read(&path, Grpo(2), 2).unwrap_err().to_string();
+        assert!(
+            error.starts_with("cannot read ") && error.contains("damaged.jsonl"),
+            "{error}"
+        );
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_full_disk_is_an_error_with_the_files_name() {
+        let mut file = MetricsFile::create(Path::new("/dev/full")).unwrap();
+        let error = file.write(&line(Grpo(1))).unwrap_err();
+        assert!(
+            format!("{error:#}").starts_with("cannot write /dev/full: No space left"),
+            "{error:#}"
+        );
     }
 
     #[test]

@@ -6,8 +6,6 @@ use plotters::{
 };
 use std::error::Error;
 
-use crate::metrics::{HELD_OUT, HELD_OUT_GREEDY, MetricsLine, Position, VALIDATION};
-
 /// Width and height in pixels: legible at half a desktop's width and at a phone's.
 const SIZE: (u32, u32) = (520, 320);
 /// Text and axes; the report replaces it by its own text colour.
@@ -23,15 +21,37 @@ const SERIES: [RGBColor; 5] = [
     RGBColor(0x8a, 0x8f, 0x98),
 ];
 
+/// Steps and values that are larger are not drawn: an axis that long tells nothing, and Plotters looks for its labels
+/// for ever.
+const LARGEST: (f64, f64) = (1e12, 1e30);
+
 /// A named line.
 #[derive(Clone, Debug)]
 pub struct Series {
     /// For the legend.
     pub name: &'static str,
-    /// `(step, value)`, finite.
-    pub points: Vec<(f64, f64)>,
+    /// `(step, value)`.
+    points: Vec<(f64, f64)>,
     /// Whether each point is marked: for the few of an evaluation.
     pub marked: bool,
+}
+
+impl Series {
+    /// A line through points `(step, value)`; those that no axis can show are left out.
+    pub fn new(name: &'static str, points: impl Iterator<Item = (f64, f64)>, marked: bool) -> Self {
+        // NaN is not below anything.
+        let drawable = |&(x, y): &(f64, f64)| x.abs() <= LARGEST.0 && y.abs() <= LARGEST.1;
+        Self {
+            name,
+            points: points.filter(drawable).collect(),
+            marked,
+        }
+    }
+
+    /// `(step, value)`, each finite and drawable.
+    pub fn points(&self) -> &[(f64, f64)] {
+        &self.points
+    }
 }
 
 /// A chart of one quantity over the steps.
@@ -49,137 +69,6 @@ pub struct Chart {
     pub series: Vec<Series>,
     /// What a reader should see in it.
     pub caption: &'static str,
-}
-
-/// The charts that these metrics can fill.
-pub fn charts(lines: &[MetricsLine]) -> Vec<Chart> {
-    let series = |name, field: &str, scale: f64, marked| Series {
-        name,
-        points: lines
-            .iter()
-            .filter_map(|line| Some((line.grpo_step()? as f64, scale * line.get(field)?)))
-            .collect(),
-        marked,
-    };
-    let line = |name, field: &str| series(name, field, 1.0, false);
-    let percent = |name, field: &str, marked| series(name, field, 100.0, marked);
-    let step = "GRPO step";
-    let mut charts = vec![
-        Chart {
-            file: "accuracy",
-            title: "Held-out accuracy",
-            y_label: "right answers, %",
-            x_label: step,
-            series: vec![
-                percent("sampled", HELD_OUT, true),
-                percent("greedy", HELD_OUT_GREEDY, true),
-            ],
-            caption: "Problems that were never trained on, in the rollout's precision.",
-        },
-        Chart {
-            file: "reward",
-            title: "Reward",
-            y_label: "right answers, %",
-            x_label: step,
-            series: vec![
-                percent("completions", "reward/mean", false),
-                percent("groups of one reward", "frac_reward_zero_std", false),
-            ],
-            caption: "Share of sampled completions that were right, and of groups that were all right or all wrong: these teach nothing.",
-        },
-        Chart {
-            file: "gap",
-            title: "Gap of rollout and trainer",
-            y_label: "mean |Δ log-prob|, nats",
-            x_label: step,
-            series: vec![
-                line("all of it", "sampling/sampling_logp_difference/mean"),
-                series("weights", "mismatch/delta_weight/mean", 1.0, true),
-                series("activations", "mismatch/delta_act/mean", 1.0, true),
-                series("numerics", "mismatch/delta_num/mean", 1.0, true),
-            ],
-            caption: "How differently the two sides see the sampled tokens, and where the difference comes from.",
-        },
-        Chart {
-            file: "gap_tail",
-            title: "Tail of the gap",
-            y_label: "|Δ log-prob|, nats",
-            x_label: step,
-            series: vec![
-                line("largest", "sampling/sampling_logp_difference/max"),
-                line("99th percentile", "sampling/sampling_logp_difference/p99"),
-            ],
-            caption: "The tokens on which the two sides agree least.",
-        },
-        Chart {
-            file: "entropy",
-            title: "Entropy",
-            y_label: "nats a token",
-            x_label: step,
-            series: vec![line("entropy", "actor/entropy")],
-            caption: "How undecided the policy is. At zero it has nothing left to explore.",
-        },
-        Chart {
-            file: "grad_norm",
-            title: "Gradient norm",
-            y_label: "global L2 norm",
-            x_label: step,
-            series: vec![line("gradient norm", "actor/grad_norm")],
-            caption: "Before clipping, mean over the minibatches of a step.",
-        },
-        Chart {
-            file: "response_length",
-            title: "Length of completions",
-            y_label: "tokens",
-            x_label: step,
-            series: vec![line("mean length", "response_length/mean")],
-            caption: "With the end of sequence.",
-        },
-        Chart {
-            file: "clipping",
-            title: "Clipped tokens",
-            y_label: "tokens, %",
-            x_label: step,
-            series: vec![percent("ratio clipped", "actor/pg_clipfrac", false)],
-            caption: "Tokens whose ratio of current to old policy left the trust region.",
-        },
-    ];
-    charts.push(warmup_chart(lines));
-    charts.push(Chart {
-        file: "speed",
-        title: "Speed",
-        y_label: "tokens per second",
-        x_label: step,
-        series: vec![
-            line("sampled", "perf/rollout_tokens_per_s"),
-            line("trained on", "perf/train_tokens_per_s"),
-        ],
-        caption: "On this machine; the only chart that another run of the same seed does not repeat.",
-    });
-    charts.retain(|chart| chart.series.iter().any(|series| !series.points.is_empty()));
-    charts
-}
-
-fn warmup_chart(lines: &[MetricsLine]) -> Chart {
-    let points = lines
-        .iter()
-        .filter_map(|line| match line.position {
-            Position::Warmup(step) => Some((step as f64, 100.0 * line.get(VALIDATION)?)),
-            Position::Grpo(_) => None,
-        })
-        .collect();
-    Chart {
-        file: "warmup",
-        title: "Warm-up",
-        y_label: "right answers, %",
-        x_label: "warm-up step",
-        series: vec![Series {
-            name: "validation problems",
-            points,
-            marked: true,
-        }],
-        caption: "Supervised learning, stopped on validation problems of its own.",
-    }
 }
 
 impl Chart {
@@ -234,7 +123,12 @@ impl Chart {
             _ if high > low => high + 0.06 * (high - low),
             _ => low + 1.0,
         };
-        let last = if last > first { last } else { first + 1.0 };
+        let (first, last) = match last > first {
+            true => (first, last),
+            // One step, or none.
+            false if first.is_finite() => (first, first + 1.0),
+            false => (0.0, 1.0),
+        };
 
         let title = TextStyle::from(("sans-serif", 18).into_font().style(FontStyle::Bold)).color(&INK);
         root.draw_text(self.title, &title, (12, 10))?;
@@ -262,7 +156,10 @@ impl Chart {
             .x_labels(7)
             .y_labels(6)
             .x_label_formatter(&|x| format!("{x:.0}"))
-            .y_label_formatter(&|y| format!("{y:.digits$}"))
+            .y_label_formatter(&|y| match high - low < 1e6 {
+                true => format!("{y:.digits$}"),
+                false => format!("{y:.1e}"),
+            })
             .x_desc(self.x_label)
             .y_desc(self.y_label)
             .draw()?;
@@ -313,6 +210,10 @@ fn digits_for(span: f64) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{
+        charts::charts,
+        metrics::{HELD_OUT, MetricsLine, Position, VALIDATION},
+    };
 
     fn lines() -> Vec<MetricsLine> {
         let mut warmup = MetricsLine::new(Position::Warmup(10));
@@ -365,17 +266,28 @@ mod tests {
 
     #[test]
     fn one_point_is_drawn_and_flat_lines_have_a_scale() {
-        for values in [vec![(1.0, 0.0)], vec![(1.0, 2.0), (2.0, 2.0)]] {
+        // With the values that once made the labels' search endless.
+        let ones = |value: f64| vec![(1.0, 1.0), (2.0, value), (3.0, 1.0)];
+        for values in [
+            vec![(1.0, 0.0)],
+            vec![(1.0, 2.0), (2.0, 2.0)],
+            vec![(1.0, 1e-320), (2.0, 1e-300)],
+            vec![(1.0, LARGEST.1), (2.0, -LARGEST.1)],
+            vec![(LARGEST.0, 1.0), (LARGEST.0 - 1.0, 2.0)],
+            vec![(1e300, 1.0), (1e16, 1.0)],
+            ones(1e308),
+            ones(-1e308),
+            ones(f64::MAX),
+            ones(f64::INFINITY),
+            ones(f64::NAN),
+            ones(1e40),
+        ] {
             let chart = Chart {
                 file: "x",
                 title: "x",
                 y_label: "y",
                 x_label: "x",
-                series: vec![Series {
-                    name: "x",
-                    points: values,
-                    marked: false,
-                }],
+                series: vec![Series::new("x", values.into_iter(), false)],
                 caption: "",
             };
             chart.to_svg().unwrap();

@@ -1,12 +1,21 @@
 //! The problems of a run: three sets that share none, and the order in which training meets them.
 use anyhow::Result;
-use burn_quads::tasks::{Problem, Split, TaskMixture, Vocabulary};
+use burn_quads::tasks::{Problem, Split, TaskError, TaskMixture, Vocabulary};
 use rand::seq::SliceRandom;
 
 use crate::{config::Config, seeds};
 
 /// The same held-out problems in every run of a task: the seed of the run does not enter.
 const FIXED: u64 = 0;
+
+/// `count` different problems of a set; those that train depend on the run's seed.
+pub fn distinct(mixture: &TaskMixture, split: Split, count: usize, seed: u64) -> Result<Vec<Problem>, TaskError> {
+    let seed = match split {
+        Split::Train => seed,
+        Split::Validation | Split::HeldOut => FIXED,
+    };
+    mixture.distinct(split, count, &mut seeds::stream(seed, "problems", split as u64))
+}
 
 /// Problems, and how they are written.
 #[derive(Debug)]
@@ -28,12 +37,11 @@ impl Problems {
     /// Draws the sets that the settings ask for.
     pub fn draw(config: &Config) -> Result<Self> {
         let mixture = config.task.mixture()?;
-        let set =
-            |split, count, seed| mixture.distinct(split, count, &mut seeds::stream(seed, "problems", split as u64));
+        let set = |split, count| distinct(&mixture, split, count, config.run.seed);
         Ok(Self {
-            held_out: set(Split::HeldOut, config.eval.problems, FIXED)?,
-            validation: set(Split::Validation, config.warmup.validation_problems, FIXED)?,
-            training: set(Split::Train, config.task.train_problems, config.run.seed)?,
+            held_out: set(Split::HeldOut, config.eval.problems)?,
+            validation: set(Split::Validation, config.warmup.validation_problems)?,
+            training: set(Split::Train, config.task.train_problems)?,
             vocabulary: mixture.vocabulary(),
             mixture,
             seed: config.run.seed,

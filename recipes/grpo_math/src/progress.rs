@@ -2,6 +2,8 @@
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::{io::IsTerminal, time::Duration};
 
+use crate::console;
+
 /// Lines of a stage that is not watched on a terminal.
 const PLAIN_LINES: usize = 20;
 
@@ -51,7 +53,7 @@ impl Progress {
             .plain_every
             .is_some_and(|every| step.is_multiple_of(every) || step == self.total)
         {
-            eprintln!("{:<8} {step:>4}/{}  {message}", self.stage, self.total);
+            console::err(format!("{:<8} {step:>4}/{}  {message}", self.stage, self.total));
         }
         self.bar.set_position(step as u64);
         self.bar.set_message(message);
@@ -60,8 +62,8 @@ impl Progress {
     /// A line above the bar.
     pub fn say(&self, line: &str) {
         match self.plain_every {
-            Some(_) => eprintln!("{line}"),
-            None => self.bar.suspend(|| eprintln!("{line}")),
+            Some(_) => console::err(line),
+            None => self.bar.suspend(|| console::err(line)),
         }
     }
 

@@ -1,7 +1,7 @@
 //! GRPO on quantized rollouts: sample, reward, learn, pack the new weights.
-use anyhow::{Context, Result};
+use anyhow::Result;
 use burn::module::AutodiffModule;
-use burn_nvfp4::{Precision, Selection};
+use burn_nvfp4::Selection;
 use burn_quads::{
     grpo::{Learner, RolloutBatch},
     mismatch::Decomposition,
@@ -12,16 +12,17 @@ use std::time::Instant;
 
 use crate::{
     backend::{Policy, Sampler, Trainer},
-    checkpoints::Checkpoint,
-    config::Config,
-    gap::token_log_probs,
+    config::{Config, step_error},
     metrics::{HELD_OUT, HELD_OUT_GREEDY, MetricsLine, Position},
     problems::Problems,
     progress::Progress,
     results::{Accuracy, nats, percent},
     sampling::Rollouts,
+    scoring::{token_log_probs, weights_and_activations},
     seeds,
     session::{Session, Snapshot, Stage, calibrate, needs_masks, read_optimizer, read_policy},
+    start::Resumed,
+    times::Times,
     warmup::Warm,
 };
 
@@ -53,13 +54,9 @@ impl Reinforced {
         Self::new(config, Learner::new(policy, config.learner.grpo)?, masks, warm.steps, 0)
     }
 
-    /// Goes on from a checkpoint; `first` is that of step 0, which a KL term refers to.
-    pub fn resume(
-        config: &Config,
-        problems: &Problems,
-        checkpoint: &Checkpoint,
-        first: Option<&Checkpoint>,
-    ) -> Result<Self> {
+    /// Goes on from a checkpoint.
+    pub fn resume(config: &Config, problems: &Problems, resumed: &Resumed) -> Result<Self> {
+        let Resumed { checkpoint, first, .. } = resumed;
         let state = &checkpoint.state;
         let step = match state.position {
             Position::Grpo(step) => step,
@@ -172,7 +169,10 @@ impl Reinforced {
             false => None,
         };
         let batch = batch(rollouts, group_size);
-        let output = self.learner.step(&batch).context("GRPO")?;
+        let output = self
+            .learner
+            .step(&batch)
+            .map_err(|error| step_error(error, "trainer.learning_rate"))?;
         self.step = step;
         times.train = times.lap();
 
@@ -290,88 +290,7 @@ fn batch(rollouts: Rollouts, group_size: usize) -> RolloutBatch {
     batch
 }
 
-/// The precision with the weights of one and the activations of another, if there is one.
-fn weights_and_activations(weights: &Precision, activations: &Precision) -> Option<Precision> {
-    let full = matches!(activations, Precision::High | Precision::W4A16);
-    match (weights, activations) {
-        (Precision::High, _) => full.then_some(Precision::High),
-        (Precision::Fp8, _) => (*activations == Precision::Fp8).then_some(Precision::Fp8),
-        (_, Precision::Fp8) => None,
-        (_, _) if full => Some(Precision::W4A16),
-        (_, _) => Some(activations.clone()),
-    }
-}
-
 fn push_evaluation(line: &mut MetricsLine, accuracy: Option<Accuracy>) {
     line.push(HELD_OUT, accuracy.map(|accuracy| accuracy.sampled));
     line.push(HELD_OUT_GREEDY, accuracy.map(|accuracy| accuracy.greedy));
-}
-
-/// Where the time of a step went, in seconds.
-struct Times {
-    last: Instant,
-    rollout: f64,
-    train: f64,
-    sync: f64,
-    tokens: usize,
-}
-
-impl Times {
-    fn start() -> Self {
-        Self {
-            last: Instant::now(),
-            rollout: 0.0,
-            train: 0.0,
-            sync: 0.0,
-            tokens: 0,
-        }
-    }
-
-    /// Seconds since the last lap.
-    fn lap(&mut self) -> f64 {
-        let now = Instant::now();
-        let seconds = (now - self.last).as_secs_f64();
-        self.last = now;
-        seconds
-    }
-
-    fn push_to(&self, line: &mut MetricsLine, evaluation: Option<f64>) {
-        line.push("time/step_s", self.rollout + self.train + self.sync);
-        line.push("time/rollout_s", self.rollout);
-        line.push("time/train_s", self.train);
-        line.push("time/sync_s", self.sync);
-        line.push("time/eval_s", evaluation);
-        let tokens = self.tokens as f64;
-        line.push("perf/rollout_tokens_per_s", tokens / self.rollout);
-        line.push("perf/train_tokens_per_s", tokens / self.train);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use burn_nvfp4::Rac;
-
-    #[test]
-    fn the_decomposition_mixes_what_can_be_mixed() {
-        use Precision::{Fp8, High, W4A4, W4A4Rac, W4A16};
-        let rac = W4A4Rac(Rac::default());
-        for (weights, activations, mixed) in [
-            (&rac, &W4A16, Some(W4A16)),
-            (&W4A4, &High, Some(W4A16)),
-            (&rac, &W4A4, Some(W4A4)),
-            (&W4A4, &rac, Some(rac.clone())),
-            (&High, &W4A16, Some(High)),
-            (&Fp8, &Fp8, Some(Fp8)),
-            (&Fp8, &High, None),
-            (&High, &W4A4, None),
-            (&W4A4, &Fp8, None),
-        ] {
-            assert_eq!(
-                weights_and_activations(weights, activations),
-                mixed,
-                "{weights} with {activations}"
-            );
-        }
-    }
 }

@@ -88,7 +88,8 @@ impl Report<'_> {
         page.push_str("</section>\n");
         let intro = match self.state {
             State::Complete => "More steps, from the last checkpoint:",
-            State::Stopped(_) | State::Running(_) => "From the last checkpoint, as if it had never stopped:",
+            State::Stopped(_) => "From the last checkpoint, as if it had never stopped:",
+            State::Running(_) => "It is under way. Should it stop, this goes on from the last checkpoint:",
         };
         write!(
             page,

@@ -76,7 +76,7 @@ impl RunFolder {
                 );
             }
         }
-        Ok((folder, Config::read(&layers)?))
+        Ok((folder, Config::read(&mut layers)?))
     }
 
     /// The folder.
@@ -120,9 +120,17 @@ impl RunFolder {
         path.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// Writes the settings.
+    /// Writes the settings, if they are not what is there.
     pub fn write_config(&self, config: &Config) -> Result<()> {
-        write_atomically(&self.config(), config.toml.as_bytes())
+        match fs::read(self.config()).is_ok_and(|written| written == config.toml.as_bytes()) {
+            true => Ok(()),
+            false => write_atomically(&self.config(), config.toml.as_bytes()),
+        }
+    }
+
+    /// What the process that works on the run has locked.
+    pub fn lock(&self) -> PathBuf {
+        self.path.join(".lock")
     }
 
     /// The last table, for programs.

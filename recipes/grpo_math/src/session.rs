@@ -25,6 +25,7 @@ use crate::{
     run_folder::RunFolder,
     sampling::Sampling,
     seeds,
+    start::Start,
 };
 
 const MODEL: &str = "model.safetensors";
@@ -78,25 +79,30 @@ pub enum Stage<T> {
 }
 
 impl<'a> Session<'a> {
-    /// Opens the run's files at a position; `elapsed_before` is the time that earlier processes spent on it.
-    pub fn open(
-        config: &'a Config,
-        folder: &'a RunFolder,
-        problems: &'a Problems,
-        position: Position,
-        elapsed_before: f64,
-        stop: &'a dyn Fn(Position) -> bool,
-    ) -> Result<Self> {
+    /// Opens the run's files; those of a resumed run are cut to where its checkpoint is.
+    pub fn open(start: &'a Start, stop: &'a dyn Fn(Position) -> bool) -> Result<Self> {
+        let Start {
+            config,
+            folder,
+            problems,
+            resumed,
+            ..
+        } = start;
         Ok(Self {
             sampling: Sampling::new(config, problems)?,
             checkpoints: Checkpoints::new(folder.checkpoints()),
-            metrics: MetricsFile::open(&folder.metrics(), position)?,
+            metrics: match resumed {
+                None => MetricsFile::create(&folder.metrics())?,
+                Some(resumed) => MetricsFile::resume(&resumed.history)?,
+            },
             config,
             folder,
             problems,
             stop,
             started: Instant::now(),
-            elapsed_before,
+            elapsed_before: resumed
+                .as_ref()
+                .map_or(0.0, |resumed| resumed.checkpoint.state.elapsed_s),
         })
     }
 
@@ -124,6 +130,7 @@ impl<'a> Session<'a> {
             warmup_steps: snapshot.warmup_steps,
             elapsed_s: self.elapsed(),
         };
+        self.metrics.sync()?;
         let path = self.checkpoints.save(&state, |folder| {
             checkpoint::save(snapshot.policy, &folder.join(MODEL))?;
             write_atomically(
@@ -189,27 +196,6 @@ pub fn read_policy(
 /// The optimizer of a checkpoint, for the policy read from it.
 pub fn read_optimizer(fresh: Optimizer, policy: &Policy, checkpoint: &Checkpoint) -> Result<Optimizer> {
     optimizer_state::load(fresh, policy, &checkpoint.path.join(OPTIMIZER))
-}
-
-/// The newest whole checkpoint of a run that belongs to its settings. Damaged ones are named on the way.
-pub fn newest_checkpoint(folder: &RunFolder, config: &Config) -> Result<Checkpoint> {
-    let (newest, damaged) = Checkpoints::new(folder.checkpoints()).newest()?;
-    for checkpoint in &damaged {
-        eprintln!(
-            "Damaged, not used: {} ({})",
-            checkpoint.path.display(),
-            checkpoint.reason
-        );
-    }
-    let Some(checkpoint) = newest else {
-        bail!(
-            "{} has no checkpoint to go on from: start a new run with --config {}",
-            folder.path().display(),
-            folder.config().display()
-        );
-    };
-    check_fingerprint(folder, config, &checkpoint)?;
-    Ok(checkpoint)
 }
 
 /// Refuses a checkpoint of other settings.

@@ -1,5 +1,5 @@
 //! The supervised warm-up: from random weights to a policy that is right now and then.
-use anyhow::{Context, Result};
+use anyhow::Result;
 use burn::module::AutodiffModule;
 use burn_quads::{
     grpo::{SupervisedLearner, Update},
@@ -10,6 +10,7 @@ use std::time::Instant;
 use crate::{
     backend::Policy,
     checkpoints::Checkpoint,
+    config::step_error,
     metrics::{MetricsLine, Position, VALIDATION},
     progress::Progress,
     results::percent,
@@ -63,7 +64,9 @@ pub fn warm_up(session: &mut Session<'_>, checkpoint: Option<&Checkpoint>) -> Re
                 routing: None,
             })
             .collect();
-        let output = learner.step(&rows, config.batch_size).context("warm-up")?;
+        let output = learner
+            .step(&rows, config.batch_size)
+            .map_err(|error| step_error(error, "warmup.learning_rate"))?;
         steps = step;
         let checked = step.is_multiple_of(config.check_every) || step == config.max_steps;
         if checked {
@@ -93,7 +96,12 @@ pub fn warm_up(session: &mut Session<'_>, checkpoint: Option<&Checkpoint>) -> Re
         if accuracy.is_some_and(|accuracy| accuracy >= config.target_accuracy) {
             break;
         }
-        if step < config.max_steps && session.stop_after(Position::Warmup(step)) {
+        if step == config.max_steps {
+            break;
+        }
+        let every = session.config.checkpoint.every;
+        let stop = session.stop_after(Position::Warmup(step));
+        if stop || (every > 0 && step.is_multiple_of(every)) {
             session.save(&Snapshot {
                 position: Position::Warmup(step),
                 policy: learner.model(),
@@ -102,6 +110,8 @@ pub fn warm_up(session: &mut Session<'_>, checkpoint: Option<&Checkpoint>) -> Re
                 masks: None,
                 warmup_steps: step,
             })?;
+        }
+        if stop {
             progress.finish();
             return Ok(Stage::Stopped(Position::Warmup(step)));
         }

@@ -162,9 +162,5 @@ fn run(line: &str, page: &str, folder: &Path, settings_file: &str, done: &mut BT
     {
         command.args(tiny());
     }
-    if arguments.contains(&"gap") {
-        // The tiny task has no more held-out problems.
-        command.args(["--completions", "6"]);
-    }
     succeed(&mut command);
 }

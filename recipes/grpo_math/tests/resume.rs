@@ -1,46 +1,29 @@
 //! A run that was stopped and resumed ends with the bits of one that never was.
 mod tiny_run;
 use std::{
+    collections::BTreeMap,
     fs,
-    path::Path,
-    process::{Child, Command, Stdio},
-    thread::sleep,
-    time::{Duration, Instant},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
 };
-use tiny_run::{checkpoint_file, command, folder, metrics, resume, succeed, text};
+use tiny_run::{checkpoint_file, command, folder, metrics, resume, send, succeed, text, wait_for_lines};
 
-/// Starts a run and presses Ctrl-C when `metrics.jsonl` has `lines` lines. The run may get a few steps further.
-fn interrupt_after(command: &mut Command, run: &Path, lines: usize) -> String {
+/// Starts a run and sends signals when `metrics.jsonl` has `lines` lines. The run may get a few steps further.
+fn stop_after(command: &mut Command, run: &Path, lines: usize, signals: &[&str]) -> String {
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     wait_for_lines(&child, run, lines);
-    let killed = Command::new("kill")
-        .args(["-INT", &child.id().to_string()])
-        .status()
-        .unwrap();
-    assert!(killed.success());
+    for signal in signals {
+        send(&child, signal);
+    }
     let output = child.wait_with_output().unwrap();
     let said = text(&output);
     assert_eq!(output.status.code(), Some(130), "{said}");
     said
 }
 
-fn wait_for_lines(child: &Child, run: &Path, lines: usize) {
-    let started = Instant::now();
-    let written = || {
-        fs::read_to_string(run.join("metrics.jsonl"))
-            .unwrap_or_default()
-            .lines()
-            .count()
-    };
-    while written() < lines {
-        assert!(
-            started.elapsed() < Duration::from_secs(120),
-            "process {} wrote {} lines",
-            child.id(),
-            written()
-        );
-        sleep(Duration::from_millis(2));
-    }
+/// Presses Ctrl-C.
+fn interrupt_after(command: &mut Command, run: &Path, lines: usize) -> String {
+    stop_after(command, run, lines, &["INT"])
 }
 
 /// The run that the others are compared with; long enough to be interrupted in the middle.
@@ -183,4 +166,178 @@ fn fewer_steps_than_a_run_has_reached_are_refused() {
             .unwrap()
             .contains("steps = 6")
     );
+}
+
+/// Every file in a folder, with its bytes.
+fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        match path.is_dir() {
+            true => found.extend(files(&path)),
+            false => drop(found.insert(path.clone(), fs::read(path).unwrap())),
+        }
+    }
+    found
+}
+
+#[test]
+fn a_damaged_history_is_refused_before_anything_is_changed() {
+    let folder = folder("history");
+    succeed(&mut command(&folder, &["grpo.steps=4"]));
+    let path = folder.join("run/metrics.jsonl");
+    let whole = fs::read_to_string(&path).unwrap();
+    let lines: Vec<&str> = whole.split_inclusive('\n').collect();
+    // 12 of the warm-up, 5 of GRPO.
+    assert_eq!(lines.len(), 17);
+    let without = |number: usize| [&lines[..number - 1], &lines[number..]].concat().concat();
+    for (text, expected) in [
+        (None, "cannot read".to_string()),
+        (
+            Some(String::new()),
+            "line 1: expected step 1 of the warm-up, found the end of the file".into(),
+        ),
+        (
+            Some(whole.replacen("\"step\":3,", "\"step\":,", 1)),
+            "line 3: expected step 3 of the warm-up, found a damaged line".into(),
+        ),
+        (
+            Some(whole.replacen("\"stage\":\"grpo\",\"step\":2", "\0", 1)),
+            "line 15: expected step 2 of GRPO, found a damaged line".into(),
+        ),
+        (
+            Some(without(5)),
+            "line 5: expected step 5 of the warm-up, found step 6 of the warm-up".into(),
+        ),
+        (
+            Some(without(13)),
+            "line 13: expected step 0 of GRPO, found step 1 of GRPO".into(),
+        ),
+        (
+            Some(without(17)),
+            "line 17: expected step 4 of GRPO, found the end of the file".into(),
+        ),
+        (
+            Some(whole.trim_end().into()),
+            "line 17: expected step 4 of GRPO, found a line without its end".into(),
+        ),
+    ] {
+        match &text {
+            None => fs::remove_file(&path).unwrap(),
+            Some(text) => fs::write(&path, text).unwrap(),
+        }
+        let before = files(&folder);
+        let output = resume(&folder, &["grpo.steps=6"]).output().unwrap();
+        let said = tiny_run::text(&output);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        for part in [
+            "metrics.jsonl",
+            &expected,
+            "nothing was changed",
+            "Put the file back",
+            "--config",
+        ] {
+            assert!(said.contains(part), "{part} is missing:\n{said}");
+        }
+        assert!(files(&folder) == before, "{expected}: the refusal changed something");
+    }
+    fs::write(&path, &whole).unwrap();
+    succeed(&mut resume(&folder, &["grpo.steps=6"]));
+}
+
+#[test]
+fn sigterm_and_sighup_save_like_ctrl_c() {
+    let whole = folder("signals_whole");
+    succeed(&mut command(&whole, LONGER));
+    for (name, signals) in [
+        ("term", &["TERM"][..]),
+        // A terminal that closes hangs up by itself and by its shell.
+        ("hup", &["HUP", "HUP"]),
+        ("shutdown", &["TERM", "HUP"]),
+    ] {
+        let folder = folder(&format!("signals_{name}"));
+        let run = folder.join("run");
+        let said = stop_after(&mut command(&folder, LONGER), &run, 61 + 8, signals);
+        assert!(said.contains("and saved. To go on"), "{said}");
+        succeed(&mut resume(&folder, &[]));
+        assert_same(&whole, &folder);
+    }
+}
+
+#[test]
+fn a_run_under_nohup_outlives_the_terminal() {
+    let folder = folder("nohup");
+    let inner = command(&folder, &["grpo.steps=60"]);
+    let mut nohup = Command::new("sh");
+    nohup
+        .args(["-c", "trap '' HUP; exec \"$0\" \"$@\""])
+        .arg(inner.get_program())
+        .args(inner.get_args());
+    let child = nohup.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_for_lines(&child, &folder.join("run"), 15);
+    send(&child, "HUP");
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+}
+
+#[test]
+fn a_run_killed_in_its_warm_up_goes_on_from_there() {
+    let (whole, killed) = (folder("warm_whole"), folder("warm_killed"));
+    let settings = [LONGER, &["checkpoint.every=10"]].concat();
+    succeed(&mut command(&whole, &settings));
+    let run = killed.join("run");
+    let mut child = command(&killed, &settings)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    wait_for_lines(&child, &run, 25);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(run.join("checkpoints/warmup_0020").is_dir());
+    let said = text(&succeed(&mut resume(&killed, &[])));
+    assert!(said.contains("in the warm-up, after step "), "{said}");
+    assert_same(&whole, &killed);
+    assert!(!run.join("checkpoints/warmup_0020").exists(), "the warm-up is over");
+}
+
+#[test]
+fn one_process_at_a_time_works_on_a_run() {
+    let folder = folder("two_processes");
+    let run = folder.join("run");
+    let mut child = command(&folder, &["grpo.steps=100000", "eval.every=0"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    wait_for_lines(&child, &run, 15);
+    let second = resume(&folder, &[]).output().unwrap();
+    let said = text(&second);
+    assert_eq!(second.status.code(), Some(1), "{said}");
+    assert!(
+        said.contains("another process is working on the run in") && said.contains(run.to_str().unwrap()),
+        "{said}"
+    );
+    // Another run of the same name has a folder of its own.
+    succeed(&mut command(&folder, &["grpo.steps=1"]));
+    assert!(folder.join("run-2/results.json").is_file());
+
+    let report = || {
+        let mut report = Command::new(env!("CARGO_BIN_EXE_grpo_math"));
+        succeed(report.arg("report").arg("--run").arg(&run));
+        fs::read_to_string(run.join("report.html")).unwrap()
+    };
+    let page = report();
+    assert!(
+        page.contains("Running, after step") && !page.contains("Stopped"),
+        "it is under way"
+    );
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let page = report();
+    assert!(
+        page.contains("Stopped") && !page.contains("Running, "),
+        "the lock went with the process"
+    );
+    succeed(&mut resume(&folder, &["grpo.steps=2000"]));
 }

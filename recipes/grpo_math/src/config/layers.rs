@@ -9,7 +9,7 @@ use std::{
 };
 use toml::{Table, Value};
 
-use super::ConfigError;
+use super::{ConfigError, suggest::unknown};
 
 /// The shipped defaults, with a comment for every setting.
 pub const DEFAULTS: &str = include_str!("../../default.toml");
@@ -77,6 +77,19 @@ impl Layers {
             .parse::<Table>()
             .ok()
             .and_then(|mut table| table.remove("value"));
+        // The parser refuses whole numbers of more than 64 bits, without a word on why.
+        let digits = text.trim_start_matches(['+', '-']);
+        if let (Some(default @ Value::Integer(_)), None) = (self.values.get(key), &parsed)
+            && !digits.is_empty()
+            && digits.bytes().all(|byte| byte.is_ascii_digit())
+        {
+            return Err(ConfigError::Value {
+                key: key.into(),
+                value: text.into(),
+                origin: origin.into(),
+                expected: format!("{} from {} to {}", type_name(default), i64::MIN, i64::MAX),
+            });
+        }
         let value = match (self.values.get(key), parsed) {
             (Some(Value::String(_)), Some(Value::String(text))) => Value::String(text),
             (Some(Value::String(_)), _) | (_, None) => Value::String(text.into()),
@@ -88,7 +101,15 @@ impl Layers {
     /// Lays one value over the setting `key`.
     pub fn lay(&mut self, key: String, value: Value, origin: &str) -> Result<(), ConfigError> {
         let Some(default) = self.values.get(&key) else {
-            return Err(self.unknown(key, origin));
+            return Err(match self.is_section(&key) {
+                true => ConfigError::Value {
+                    value: "one value".into(),
+                    origin: origin.into(),
+                    expected: format!("settings, as {key}.… = …"),
+                    key,
+                },
+                false => unknown(self.values.keys(), key, origin),
+            });
         };
         let value = match (default, value) {
             (Value::Float(_), Value::Integer(whole)) => Value::Float(whole as f64),
@@ -107,45 +128,21 @@ impl Layers {
         Ok(())
     }
 
+    /// Whether nothing was laid over the default of a setting.
+    pub fn is_default(&self, key: &str) -> bool {
+        !self.origins.contains_key(key)
+    }
+
+    /// Replaces a whole number; `origin` is what errors call it.
+    pub(super) fn fit(&mut self, key: &str, count: usize, origin: &str) {
+        let count = i64::try_from(count).expect("what memory holds is counted in 63 bits");
+        self.values.insert(key.into(), Value::Integer(count));
+        self.origins.insert(key.into(), origin.into());
+    }
+
     fn is_section(&self, key: &str) -> bool {
         let prefix = format!("{key}.");
         self.values.keys().any(|known| known.starts_with(&prefix))
-    }
-
-    fn unknown(&self, key: String, origin: &str) -> ConfigError {
-        if self.is_section(&key) {
-            return ConfigError::Value {
-                value: "one value".into(),
-                origin: origin.into(),
-                expected: format!("settings, as {key}.… = …"),
-                key,
-            };
-        }
-        let nearest = self.values.keys().map(|known| (distance(&key, known), known)).min();
-        let same_name = self
-            .values
-            .keys()
-            .find(|known| known.rsplit('.').next() == key.rsplit('.').next());
-        // A few slips of the finger, or the right name in the wrong section.
-        let meant = match nearest {
-            Some((slips, known)) if slips <= 1 + key.len() / 6 => Some(known),
-            _ => same_name,
-        };
-        let section = key.rsplit_once('.').map(|(section, _)| section).unwrap_or_default();
-        let there = self
-            .values
-            .keys()
-            .filter(|known| known.rsplit_once('.').is_some_and(|(of, _)| of == section));
-        let there: Vec<_> = there.map(String::as_str).collect();
-        ConfigError::Unknown {
-            origin: origin.into(),
-            hint: match (meant, there.is_empty()) {
-                (Some(meant), _) => format!("did you mean {meant}?"),
-                (None, false) => format!("[{section}] has {}", there.join(", ")),
-                (None, true) => "--print-config shows all settings".into(),
-            },
-            key,
-        }
     }
 
     /// The defaults' text with these values in place of its own.
@@ -210,13 +207,19 @@ impl Layers {
         })
     }
 
-    /// A number that satisfies a condition; `expected` puts the condition into words. Never NaN nor infinite.
+    /// A number that satisfies a condition, as it is and as f32; `expected` puts the condition into words. Never NaN nor
+    /// infinite.
     pub fn number(&self, key: &str, expected: &str, holds: impl Fn(f64) -> bool) -> Result<f64, ConfigError> {
         let number = self
             .value(key)
             .as_float()
-            .filter(|number| number.is_finite() && holds(*number));
-        number.ok_or_else(|| self.refuse(key, format!("a number, {expected}")))
+            .filter(|number| number.is_finite() && holds(*number))
+            .ok_or_else(|| self.refuse(key, format!("a number, {expected}")))?;
+        let single = f64::from(number as f32);
+        match single.is_finite() && holds(single) {
+            true => Ok(number),
+            false => Err(self.refuse(key, format!("a number, {expected}, that f32 can hold"))),
+        }
     }
 
     /// True or false.
@@ -269,22 +272,6 @@ fn type_name(value: &Value) -> &'static str {
         Value::Array(_) => "a list",
         Value::Table(_) => "a section",
     }
-}
-
-/// Levenshtein's distance: characters to insert, delete or replace.
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, from) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, to) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(from != *to);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
 }
 
 impl fmt::Display for Layers {

@@ -2,11 +2,23 @@
 //!
 //! [`Layers`] lays a file and `--set` over the shipped defaults; [`Config::read`] turns the result into typed settings
 //! and refuses what cannot be, by key, value and what was expected.
+mod keys;
 mod layers;
+mod learner;
+mod model;
+mod precision;
+mod problem_counts;
 mod sections;
+mod suggest;
+mod task;
 
+pub use keys::step_error;
 pub use layers::{DEFAULTS, Layers};
-pub use sections::*;
+pub use learner::LearnerConfig;
+pub use model::ModelConfig;
+pub use precision::{PRECISIONS, RacConfig, precision, precision_name};
+pub use sections::{CheckpointConfig, EvalConfig, MismatchConfig, RolloutConfig, RunConfig, WarmupConfig};
+pub use task::TaskConfig;
 
 use std::path::{Path, PathBuf};
 
@@ -83,6 +95,8 @@ pub struct Config {
     pub toml: String,
     /// A fingerprint of all settings that a resumed run may not change.
     pub fingerprint: String,
+    /// What the user should know about settings that were not taken as they are.
+    pub notes: Vec<String>,
 }
 
 /// Settings that may be given another value when a run is resumed: they do not change the steps already taken.
@@ -98,13 +112,18 @@ impl Config {
         for assignment in assignments {
             layers.lay_assignment(assignment)?;
         }
-        Self::read(&layers)
+        Self::read(&mut layers)
     }
 
-    /// Reads and checks every setting.
-    pub fn read(layers: &Layers) -> Result<Self, ConfigError> {
+    /// Reads and checks every setting. Defaults that the task cannot fill are lowered in `layers` too.
+    pub fn read(layers: &mut Layers) -> Result<Self, ConfigError> {
+        let run = RunConfig::read(layers)?;
+        let task = TaskConfig::read(layers)?;
+        let mixture = task.mixture().map_err(|error| task.refuse(layers, &error))?;
+        let notes = problem_counts::fit(layers, &mixture, run.seed)?;
+        let layers = &*layers;
         let config = Self {
-            run: RunConfig::read(layers)?,
+            run,
             task: TaskConfig::read(layers)?,
             model: ModelConfig::read(layers)?,
             warmup: WarmupConfig::read(layers)?,
@@ -116,6 +135,7 @@ impl Config {
             checkpoint: CheckpointConfig::read(layers)?,
             toml: layers.to_toml(),
             fingerprint: fingerprint(layers),
+            notes,
         };
         config.check_together(layers)?;
         debug_assert_eq!(layers.unread(), Vec::<String>::new());
@@ -173,8 +193,8 @@ mod tests {
 
     #[test]
     fn the_defaults_are_read_to_the_last_key() {
-        let layers = Layers::defaults();
-        Config::read(&layers).unwrap();
+        let mut layers = Layers::defaults();
+        Config::read(&mut layers).unwrap();
         assert_eq!(layers.unread(), Vec::<String>::new());
     }
 

@@ -4,7 +4,9 @@ use serde_json::Value;
 use std::{
     fs,
     path::{Path, PathBuf},
-    process::{Command, Output},
+    process::{Child, Command, Output},
+    thread::sleep,
+    time::{Duration, Instant},
 };
 
 /// Settings of the run; training problems wrap round every 5 / 2 steps.
@@ -71,6 +73,36 @@ pub fn succeed(command: &mut Command) -> Output {
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}", text(&output));
     output
+}
+
+/// Waits until a run has written so many lines of metrics.
+pub fn wait_for_lines(child: &Child, run: &Path, lines: usize) {
+    let started = Instant::now();
+    let written = || {
+        fs::read_to_string(run.join("metrics.jsonl"))
+            .unwrap_or_default()
+            .lines()
+            .count()
+    };
+    while written() < lines {
+        assert!(
+            started.elapsed() < Duration::from_secs(120),
+            "process {} wrote {} lines",
+            child.id(),
+            written()
+        );
+        sleep(Duration::from_millis(2));
+    }
+}
+
+/// Sends a signal, by its name without SIG.
+pub fn send(child: &Child, signal: &str) {
+    let id = child.id().to_string();
+    let sent = Command::new("kill")
+        .args([&format!("-{signal}"), &id])
+        .status()
+        .unwrap();
+    assert!(sent.success());
 }
 
 /// All that a command said.

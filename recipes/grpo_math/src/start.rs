@@ -1,0 +1,131 @@
+//! Before a run's first step: all that can refuse it is looked at before anything of it is changed.
+use anyhow::{Context, Result, anyhow, bail};
+use std::path::Path;
+
+use crate::{
+    checkpoints::{Checkpoint, Checkpoints},
+    config::Config,
+    console,
+    metrics::{History, Position},
+    problems::Problems,
+    run_folder::RunFolder,
+    run_lock::RunLock,
+    session::check_fingerprint,
+};
+
+/// A run that can begin, or go on.
+#[derive(Debug)]
+pub struct Start {
+    /// Its settings.
+    pub config: Config,
+    /// Its folder.
+    pub folder: RunFolder,
+    /// Its problems.
+    pub problems: Problems,
+    /// Where it goes on from; absent: it is new.
+    pub resumed: Option<Resumed>,
+    _lock: RunLock,
+}
+
+/// What a resumed run goes on from.
+#[derive(Debug)]
+pub struct Resumed {
+    /// The newest whole checkpoint.
+    pub checkpoint: Checkpoint,
+    /// The checkpoint after the warm-up, where a KL term refers to it.
+    pub first: Option<Checkpoint>,
+    /// The lines of `metrics.jsonl` up to the checkpoint.
+    pub history: History,
+}
+
+impl Start {
+    /// A new run, in a folder of its own.
+    pub fn new(config: Config) -> Result<Self> {
+        // Before there is a folder: settings that draw too few problems should leave nothing behind.
+        let problems = Problems::draw(&config)?;
+        let folder = RunFolder::create(&config)?;
+        Ok(Self {
+            _lock: RunLock::take(&folder)?,
+            config,
+            folder,
+            problems,
+            resumed: None,
+        })
+    }
+
+    /// The run in a folder, from its newest whole checkpoint; `assignments` are the settings that may change. Checkpoints
+    /// that are damaged are named on the way.
+    ///
+    /// # Errors
+    /// When another process works on the run, it has no whole checkpoint, its settings or the lines of `metrics.jsonl` are
+    /// not those that the checkpoint belongs to, or it is asked for fewer steps than it has taken.
+    pub fn resume(path: &Path, assignments: &[String]) -> Result<Self> {
+        let (folder, config) = RunFolder::open(path, assignments)?;
+        let lock = RunLock::take(&folder)?;
+        let checkpoint = newest_checkpoint(&folder, &config)?;
+        let position = checkpoint.state.position;
+        let mut first = None;
+        if let Position::Grpo(reached) = position {
+            let steps = config.learner.steps;
+            if reached > steps {
+                bail!("grpo.steps = {steps}: the run has reached step {reached}; expected at least that");
+            }
+            if config.learner.grpo.loss.beta > 0.0 {
+                let checkpoint = Checkpoints::new(folder.checkpoints())
+                    .read(Position::Grpo(0))
+                    .context("the checkpoint after the warm-up is needed, which grpo.kl_coefficient refers to")?;
+                check_fingerprint(&folder, &config, &checkpoint)?;
+                first = Some(checkpoint);
+            }
+        }
+        let history = History::read(&folder.metrics(), position, warmup_steps(&checkpoint)).map_err(|error| {
+            anyhow!(
+                "{}\nThe run cannot go on without its history, and nothing was changed. Put the file back as it was, or start \
+                 a new run with --config {}",
+                console::explain(&error),
+                folder.config().display()
+            )
+        })?;
+        Ok(Self {
+            problems: Problems::draw(&config)?,
+            resumed: Some(Resumed {
+                checkpoint,
+                first,
+                history,
+            }),
+            config,
+            folder,
+            _lock: lock,
+        })
+    }
+
+    /// After which step it goes on.
+    pub fn position(&self) -> Position {
+        let resumed = self.resumed.as_ref();
+        resumed.map_or(Position::Warmup(0), |resumed| resumed.checkpoint.state.position)
+    }
+}
+
+fn warmup_steps(checkpoint: &Checkpoint) -> usize {
+    match checkpoint.state.position {
+        Position::Warmup(step) => step,
+        Position::Grpo(_) => checkpoint.state.warmup_steps,
+    }
+}
+
+fn newest_checkpoint(folder: &RunFolder, config: &Config) -> Result<Checkpoint> {
+    let (newest, damaged) = Checkpoints::new(folder.checkpoints()).newest()?;
+    for checkpoint in &damaged {
+        let path = checkpoint.path.display();
+        console::err(format!("Damaged, not used: {path} ({})", checkpoint.reason));
+    }
+    let Some(checkpoint) = newest else {
+        bail!(
+            "{} has no checkpoint to go on from: start a new run with --config {}",
+            folder.path().display(),
+            folder.config().display()
+        );
+    };
+    check_fingerprint(folder, config, &checkpoint)?;
+    Ok(checkpoint)
+}
