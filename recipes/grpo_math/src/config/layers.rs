@@ -118,7 +118,7 @@ impl Layers {
         if !default.same_type(&value) {
             return Err(ConfigError::Value {
                 key,
-                value: value.to_string(),
+                value: shown(&value),
                 origin: origin.into(),
                 expected: type_name(default).into(),
             });
@@ -189,7 +189,7 @@ impl Layers {
     pub fn refuse(&self, key: &str, expected: impl Display) -> ConfigError {
         ConfigError::Value {
             key: key.into(),
-            value: self.values[key].to_string(),
+            value: shown(&self.values[key]),
             origin: self.origins.get(key).cloned().unwrap_or_else(|| "default.toml".into()),
             expected: expected.to_string(),
         }
@@ -259,6 +259,14 @@ fn flatten(section: &str, table: &Table, values: &mut BTreeMap<String, Value>) {
                 values.insert(join(section, name), value.clone());
             }
         }
+    }
+}
+
+/// A value as people write it: TOML writes 1e39 with all its zeros.
+fn shown(value: &Value) -> String {
+    match value {
+        Value::Float(number) if number.is_finite() => format!("{number:?}"),
+        value => value.to_string(),
     }
 }
 
