@@ -116,7 +116,9 @@ pub fn pack_model<B: Nvfp4Backend + LayerBackend>(
         let name = path("self_attn.o_proj.weight");
         packing.pack(name, &mut attention.o_proj.weight, None, mask.as_ref())?;
 
-        packing.leave(&path("mlp.gate.weight"), &layer.mlp.gate.weight, "router");
+        if let Some(gate) = &layer.mlp.gate {
+            packing.leave(&path("mlp.gate.weight"), &gate.weight, "router");
+        }
         let experts = &mut layer.mlp.experts;
         let (input, hidden) = (experts.input.mask().cloned(), experts.hidden.mask().cloned());
         let name = path("mlp.experts.gate_up_proj");

@@ -26,7 +26,8 @@ pub(crate) struct CachedAttention<'a> {
     pub value: &'a [f32],
     pub query_norm: &'a [f32],
     pub key_norm: &'a [f32],
-    pub epsilon: f32,
+    /// `None`: heads are not normed, and the norms' weights are ones.
+    pub epsilon: Option<f32>,
     /// `[positions, head_dim]`.
     pub cos: &'a [f32],
     pub sin: &'a [f32],

@@ -25,7 +25,8 @@ pub(crate) struct CausalAttention<'a> {
     pub value: &'a [f32],
     pub query_norm: &'a [f32],
     pub key_norm: &'a [f32],
-    pub epsilon: f32,
+    /// `None`: heads are not normed, and the norms' weights are ones.
+    pub epsilon: Option<f32>,
     /// `[batch or 1, seq, head_dim]`.
     pub cos: &'a [f32],
     pub sin: &'a [f32],

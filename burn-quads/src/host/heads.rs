@@ -5,12 +5,13 @@ use std::array;
 /// Keys of one block of scores: transposed keys have whole blocks of columns.
 pub(crate) const KEY_BLOCK: usize = LANES;
 
-/// RMS norm of a head, and its rotation by half-split pairs.
+/// RMS norm of a head where it has one, and its rotation by half-split pairs.
 #[derive(Clone, Copy)]
 pub(super) struct HeadNorm<'a> {
     /// `[head_dim]`.
     pub gamma: &'a [f32],
-    pub epsilon: f32,
+    /// `None`: the head is rotated only, and `gamma` is ones.
+    pub epsilon: Option<f32>,
 }
 
 /// A row of the rotary tables, as [`RotaryEmbedding`](crate::modules::rotary::RotaryEmbedding) keeps them.
@@ -36,7 +37,10 @@ impl<'a> Angles<'a> {
 impl HeadNorm<'_> {
     #[inline(always)]
     fn inverse_rms<const FUSED: bool>(&self, x: &[f32]) -> f32 {
-        1.0 / (sum_of_squares::<FUSED>(x) / x.len() as f32 + self.epsilon).sqrt()
+        match self.epsilon {
+            Some(epsilon) => 1.0 / (sum_of_squares::<FUSED>(x) / x.len() as f32 + epsilon).sqrt(),
+            None => 1.0,
+        }
     }
 
     /// `x` `[head_dim]`, normed and rotated.
@@ -95,7 +99,11 @@ impl HeadNorm<'_> {
             grad[i] *= self.gamma[i];
             along += grad[i] * normed;
         }
-        let along = along / d as f32 * inverse;
+        // Without a norm nothing depends on the length of x.
+        let along = match self.epsilon {
+            Some(_) => along / d as f32 * inverse,
+            None => 0.0,
+        };
         for i in 0..d {
             dx[i] = (grad[i] - x[i] * along) * inverse;
         }

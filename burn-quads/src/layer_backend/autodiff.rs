@@ -1,5 +1,5 @@
 //! On `Autodiff` each operation is one node, whose backward pass is an operation of the inner backend.
-use super::{AttentionInput, LayerBackend};
+use super::{AttentionInput, HeadNorms, LayerBackend};
 use burn::{
     backend::{
         Autodiff,
@@ -74,52 +74,66 @@ impl<B: LayerBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
     }
 
     fn causal_attention(input: AttentionInput<Self>) -> Tensor<Self, 3> {
-        #[derive(Debug)]
-        struct Attention;
-        impl<B: LayerBackend> Backward<B, 5> for Attention {
-            type State = AttentionInput<B>;
-
-            fn backward(self, ops: Ops<Self::State, 5>, grads: &mut Gradients, _: &mut Checkpointer) {
-                let grad = wrap(grads.consume::<B>(&ops.node));
-                let inputs = B::causal_attention_backward(ops.state, grad);
-                let inputs = [
-                    primitive(inputs.query),
-                    primitive(inputs.key),
-                    primitive(inputs.value),
-                    primitive(inputs.query_norm),
-                    primitive(inputs.key_norm),
-                ];
-                for (node, grad) in ops.parents.into_iter().zip(inputs) {
-                    if let Some(node) = node {
-                        grads.register::<B>(node.id, grad);
-                    }
-                }
-            }
-        }
-        let (query, key, value) = (primitive(input.query), primitive(input.key), primitive(input.value));
-        let (query_norm, key_norm) = (primitive(input.query_norm), primitive(input.key_norm));
-        let nodes = [query.node, key.node, value.node, query_norm.node, key_norm.node];
-        let input = AttentionInput {
-            query: wrap(query.primitive),
-            key: wrap(key.primitive),
-            value: wrap(value.primitive),
-            query_norm: wrap(query_norm.primitive),
-            key_norm: wrap(key_norm.primitive),
-            epsilon: input.epsilon,
+        let parents = [input.query, input.key, input.value].map(primitive);
+        let [query, key, value] = parents.clone().map(|x| wrap(x.primitive));
+        let inner = |norms| AttentionInput {
+            query,
+            key,
+            value,
+            norms,
             cos: input.cos.inner(),
             sin: input.sin.inner(),
             padding: input.padding.map(Tensor::inner),
             heads: input.heads,
         };
-        let output = primitive(B::causal_attention(input.clone()));
-        let prep = Backward::<B, 5>::prepare::<C>(Attention, nodes)
-            .compute_bound()
-            .stateful();
-        wrap(match prep {
-            OpsKind::Tracked(prep) => prep.finish(input, output),
-            OpsKind::UnTracked(prep) => prep.finish(output),
-        })
+        match input.norms {
+            None => attention_node(parents, inner(None)),
+            Some(norms) => {
+                let weights = [norms.query, norms.key].map(primitive);
+                let [query, key] = weights.clone().map(|x| wrap(x.primitive));
+                let ([q, k, v], [q_norm, k_norm]) = (parents, weights);
+                let norms = HeadNorms {
+                    query,
+                    key,
+                    epsilon: norms.epsilon,
+                };
+                attention_node([q, k, v, q_norm, k_norm], inner(Some(norms)))
+            }
+        }
     }
+}
+
+/// Causal attention as one node, whose parents are query, key and value, and the weights of the norms if there are any.
+fn attention_node<B: LayerBackend, C: CheckpointStrategy, const N: usize>(
+    parents: [FloatTensor<Autodiff<B, C>>; N],
+    input: AttentionInput<B>,
+) -> Tensor<Autodiff<B, C>, 3> {
+    #[derive(Debug)]
+    struct Attention;
+    impl<B: LayerBackend, const N: usize> Backward<B, N> for Attention {
+        type State = AttentionInput<B>;
+
+        fn backward(self, ops: Ops<Self::State, N>, grads: &mut Gradients, _: &mut Checkpointer) {
+            let grad = wrap(grads.consume::<B>(&ops.node));
+            let inputs = B::causal_attention_backward(ops.state, grad);
+            let tokens = [inputs.query, inputs.key, inputs.value].map(primitive);
+            let norms = inputs.norms.map(|norms| norms.map(primitive));
+            let inputs = tokens.into_iter().chain(norms.into_iter().flatten());
+            for (node, grad) in ops.parents.into_iter().zip(inputs) {
+                if let Some(node) = node {
+                    grads.register::<B>(node.id, grad);
+                }
+            }
+        }
+    }
+    let output = primitive(B::causal_attention(input.clone()));
+    let prep = Backward::<B, N>::prepare::<C>(Attention, parents.map(|parent| parent.node))
+        .compute_bound()
+        .stateful();
+    wrap(match prep {
+        OpsKind::Tracked(prep) => prep.finish(input, output),
+        OpsKind::UnTracked(prep) => prep.finish(output),
+    })
 }
 
 fn wrap<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {

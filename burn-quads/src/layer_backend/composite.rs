@@ -1,6 +1,6 @@
 //! The operations of [`LayerBackend`](super::LayerBackend), made of Burn's: their definition, and the default of every
 //! backend.
-use super::{AttentionGradients, AttentionInput, CachedQkv, MASKED_SCORE};
+use super::{AttentionGradients, AttentionInput, CachedQkv, HeadNorms, MASKED_SCORE};
 use crate::modules::{
     attention::{CacheStep, LayerCache, TokenPlace},
     rotary::Rotation,
@@ -63,12 +63,12 @@ pub(super) fn causal_attention<B: Backend>(input: AttentionInput<B>) -> Tensor<B
     let (heads, d) = (input.heads, width / input.heads);
     let kv_heads = input.key.dims()[2] / d;
     let rotation = Rotation::new(input.cos, input.sin);
-    let norm_rotate = |x: Tensor<B, 3>, heads: usize, gamma: Tensor<B, 1>| {
-        let normed = rms_norm(x.reshape([batch * seq * heads, d]), gamma, input.epsilon);
-        rotation.apply(normed.reshape([batch, seq, heads, d]))
-    };
-    let query = norm_rotate(input.query, heads, input.query_norm) * (d as f32).powf(-0.5);
-    let key = norm_rotate(input.key, kv_heads, input.key_norm);
+    let rotate = |x: Tensor<B, 2>, heads: usize| rotation.apply(x.reshape([batch, seq, heads, d]));
+    let query = input.query.reshape([batch * seq * heads, d]);
+    let key = input.key.reshape([batch * seq * kv_heads, d]);
+    let (query, key) = norm_heads(query, key, input.norms);
+    let query = rotate(query, heads) * (d as f32).powf(-0.5);
+    let key = rotate(key, kv_heads);
     let value = input.value.reshape([batch, seq, kv_heads, d]).swap_dims(1, 2);
 
     // The query heads of one key head become rows of one product.
@@ -84,6 +84,21 @@ pub(super) fn causal_attention<B: Backend>(input: AttentionInput<B>) -> Tensor<B
         .reshape([batch, heads, seq, d])
         .swap_dims(1, 2)
         .reshape([batch, seq, width])
+}
+
+/// Rows of heads, normed.
+fn norm_heads<B: Backend>(
+    query: Tensor<B, 2>,
+    key: Tensor<B, 2>,
+    norms: Option<HeadNorms<B>>,
+) -> (Tensor<B, 2>, Tensor<B, 2>) {
+    match norms {
+        None => (query, key),
+        Some(norms) => (
+            rms_norm(query, norms.query, norms.epsilon),
+            rms_norm(key, norms.key, norms.epsilon),
+        ),
+    }
 }
 
 /// True where a query (dimension 2) must not see a key (dimension 3): `[batch or 1, 1, seq, seq]`.
@@ -111,14 +126,16 @@ pub(super) fn causal_attention_backward<A: AutodiffBackend>(
     let leaf = |x| Tensor::<A, 3>::from_inner(x).require_grad();
     let norm = |x| Tensor::<A, 1>::from_inner(x).require_grad();
     let (query, key, value) = (leaf(input.query), leaf(input.key), leaf(input.value));
-    let (query_norm, key_norm) = (norm(input.query_norm), norm(input.key_norm));
+    let norms = input.norms.map(|norms| HeadNorms {
+        query: norm(norms.query),
+        key: norm(norms.key),
+        epsilon: norms.epsilon,
+    });
     let output = causal_attention(AttentionInput {
         query: query.clone(),
         key: key.clone(),
         value: value.clone(),
-        query_norm: query_norm.clone(),
-        key_norm: key_norm.clone(),
-        epsilon: input.epsilon,
+        norms: norms.clone(),
         cos: Tensor::from_inner(input.cos),
         sin: Tensor::from_inner(input.sin),
         padding: input.padding.map(Tensor::from_inner),
@@ -130,8 +147,7 @@ pub(super) fn causal_attention_backward<A: AutodiffBackend>(
         query: query.grad(&grads).expect(reached),
         key: key.grad(&grads).expect(reached),
         value: value.grad(&grads).expect(reached),
-        query_norm: query_norm.grad(&grads).expect(reached),
-        key_norm: key_norm.grad(&grads).expect(reached),
+        norms: norms.map(|norms| [norms.query, norms.key].map(|norm| norm.grad(&grads).expect(reached))),
     }
 }
 
@@ -152,12 +168,12 @@ pub(crate) fn cached_attention<B: Backend>(
     };
     let positions = indices(|t| t.position);
     let rotation = qkv.rope.rotation(positions.clone().reshape([tokens, 1]));
-    let norm_rotate = |x: Tensor<B, 2>, heads: usize, gamma: Tensor<B, 1>| {
-        let normed = rms_norm(x.reshape([tokens * heads, d]), gamma, qkv.epsilon);
-        rotation.apply(normed.reshape([tokens, 1, heads, d]))
-    };
-    let query = norm_rotate(qkv.query, qkv.heads, qkv.query_norm);
-    let key = norm_rotate(qkv.key, kv_heads, qkv.key_norm).reshape([tokens, kv_heads, d, 1]);
+    let rotate = |x: Tensor<B, 2>, heads: usize| rotation.apply(x.reshape([tokens, 1, heads, d]));
+    let query = qkv.query.reshape([tokens * qkv.heads, d]);
+    let key = qkv.key.reshape([tokens * kv_heads, d]);
+    let (query, key) = norm_heads(query, key, qkv.norms);
+    let query = rotate(query, qkv.heads);
+    let key = rotate(key, kv_heads).reshape([tokens, kv_heads, d, 1]);
     let value = qkv.value.reshape([tokens, kv_heads, 1, d]);
 
     for (i, place) in step.tokens.iter().enumerate() {

@@ -1,5 +1,5 @@
 //! Flex lends its memory to single passes on the host.
-use super::{AttentionGradients, AttentionInput, CachedQkv, LayerBackend, composite};
+use super::{AttentionGradients, AttentionInput, CachedQkv, HeadNorms, LayerBackend, composite};
 use crate::{
     host::{
         cached_attention::CachedAttention,
@@ -70,14 +70,14 @@ impl LayerBackend for Flex {
         if input.query.dtype() != DType::F32 {
             return composite::causal_attention_backward::<Autodiff<Self>>(input, grad);
         }
-        let (query, key, norm) = (input.query.shape(), input.key.shape(), input.query_norm.shape());
+        let (query, key) = (input.query.shape(), input.key.shape());
+        let norm = input.norms.as_ref().map(|norms| norms.query.shape());
         let grads = Lent::new(input).with(|attention| attention.backward(slice(&contiguous(grad))));
         AttentionGradients {
             query: tensor(grads.query, query),
             key: tensor(grads.key, key.clone()),
             value: tensor(grads.value, key),
-            query_norm: tensor(grads.query_norm, norm.clone()),
-            key_norm: tensor(grads.key_norm, norm),
+            norms: norm.map(|shape| [grads.query_norm, grads.key_norm].map(|grad| tensor(grad, shape.clone()))),
         }
     }
 
@@ -91,7 +91,7 @@ impl LayerBackend for Flex {
         let [_, kv_heads, max_seq_len, head_dim] = values.dims();
         let [_, _, _, key_columns] = keys.dims();
         let (query, key, value) = (contiguous(qkv.query), contiguous(qkv.key), contiguous(qkv.value));
-        let (query_norm, key_norm) = (contiguous(qkv.query_norm), contiguous(qkv.key_norm));
+        let (query_norm, key_norm, epsilon) = lent_norms(qkv.norms, head_dim);
         let (cos, sin) = (contiguous(qkv.rope.cos), contiguous(qkv.rope.sin));
         let attention = CachedAttention {
             heads: qkv.heads,
@@ -104,7 +104,7 @@ impl LayerBackend for Flex {
             value: slice(&value),
             query_norm: slice(&query_norm),
             key_norm: slice(&key_norm),
-            epsilon: qkv.epsilon as f32,
+            epsilon,
             cos: slice(&cos),
             sin: slice(&sin),
             step,
@@ -121,7 +121,7 @@ impl LayerBackend for Flex {
 struct Lent {
     sizes: [usize; 5],
     floats: [FlexTensor; 7],
-    epsilon: f32,
+    epsilon: Option<f32>,
     padding: Option<FlexTensor>,
 }
 
@@ -130,18 +130,19 @@ impl Lent {
         let [batch, seq, width] = input.query.dims();
         let head_dim = width / input.heads;
         let kv_heads = input.key.dims()[2] / head_dim;
+        let (query_norm, key_norm, epsilon) = lent_norms(input.norms, head_dim);
         Self {
             sizes: [batch, seq, input.heads, kv_heads, head_dim],
             floats: [
                 contiguous(input.query),
                 contiguous(input.key),
                 contiguous(input.value),
-                contiguous(input.query_norm),
-                contiguous(input.key_norm),
+                query_norm,
+                key_norm,
                 contiguous(input.cos),
                 contiguous(input.sin),
             ],
-            epsilon: input.epsilon as f32,
+            epsilon,
             padding: input.padding.map(|padding| padding.into_primitive().to_contiguous()),
         }
     }
@@ -165,6 +166,21 @@ impl Lent {
             sin,
             padding: self.padding.as_ref().map(|padding| padding.storage::<u8>()),
         })
+    }
+}
+
+/// Weights of query and key norms, and their epsilon; without norms ones that multiply nothing away, and none.
+fn lent_norms(norms: Option<HeadNorms<Flex>>, head_dim: usize) -> (FlexTensor, FlexTensor, Option<f32>) {
+    match norms {
+        Some(norms) => (
+            contiguous(norms.query),
+            contiguous(norms.key),
+            Some(norms.epsilon as f32),
+        ),
+        None => {
+            let ones = FlexTensor::from_data(TensorData::new(vec![1f32; head_dim], [head_dim]));
+            (ones.clone(), ones, None)
+        }
     }
 }
 

@@ -31,6 +31,17 @@ use burn::{
 /// weights become equal instead of 0/0. Beside a real score its weight is exactly 0.
 pub(crate) const MASKED_SCORE: f32 = -1e30;
 
+/// RMS norms over each head of queries and keys, before the rotation.
+#[derive(Clone, Debug)]
+pub struct HeadNorms<B: Backend> {
+    /// Weight of each query head, `[head_dim]`.
+    pub query: Tensor<B, 1>,
+    /// Weight of each key head, `[head_dim]`.
+    pub key: Tensor<B, 1>,
+    /// Added to the mean square.
+    pub epsilon: f64,
+}
+
 /// Projections of whole sequences, before norm and rotation, and what these need.
 #[derive(Clone, Debug)]
 pub struct AttentionInput<B: Backend> {
@@ -40,12 +51,8 @@ pub struct AttentionInput<B: Backend> {
     pub key: Tensor<B, 3>,
     /// `[batch, seq, kv_heads · head_dim]`.
     pub value: Tensor<B, 3>,
-    /// Norm weight of each query head, `[head_dim]`.
-    pub query_norm: Tensor<B, 1>,
-    /// Norm weight of each key head, `[head_dim]`.
-    pub key_norm: Tensor<B, 1>,
-    /// Epsilon of both norms.
-    pub epsilon: f64,
+    /// Norms of the heads; absent when only the rotation is left to do.
+    pub norms: Option<HeadNorms<B>>,
     /// Rotary tables by position in the sequence, `[batch or 1, seq, head_dim]`, laid out as [`RotaryEmbedding`]'s.
     pub cos: Tensor<B, 3>,
     /// As `cos`.
@@ -65,10 +72,8 @@ pub struct AttentionGradients<B: Backend> {
     pub key: Tensor<B, 3>,
     /// Of `value`.
     pub value: Tensor<B, 3>,
-    /// Of `query_norm`.
-    pub query_norm: Tensor<B, 1>,
-    /// Of `key_norm`.
-    pub key_norm: Tensor<B, 1>,
+    /// Of the norms' weights: of queries, of keys.
+    pub norms: Option<[Tensor<B, 1>; 2]>,
 }
 
 /// Projections of new tokens, before norm and rotation, and what these need.
@@ -80,12 +85,8 @@ pub struct CachedQkv<B: Backend> {
     pub key: Tensor<B, 2>,
     /// `[tokens, kv_heads · head_dim]`.
     pub value: Tensor<B, 2>,
-    /// Norm weight of each query head, `[head_dim]`.
-    pub query_norm: Tensor<B, 1>,
-    /// Norm weight of each key head, `[head_dim]`.
-    pub key_norm: Tensor<B, 1>,
-    /// Epsilon of both norms.
-    pub epsilon: f64,
+    /// Norms of the heads; absent when only the rotation is left to do.
+    pub norms: Option<HeadNorms<B>>,
     /// Rotations by position.
     pub rope: RotaryEmbedding<B>,
     /// Query heads.

@@ -1,5 +1,5 @@
 //! [`Nvfp4`] runs the operations of the backend that it decorates: none of them multiplies with a weight.
-use super::{AttentionGradients, AttentionInput, CachedQkv, LayerBackend};
+use super::{AttentionGradients, AttentionInput, CachedQkv, HeadNorms, LayerBackend};
 use crate::modules::{
     attention::{CacheStep, LayerCache},
     rotary::RotaryEmbedding,
@@ -40,8 +40,7 @@ impl<B: Nvfp4Backend + LayerBackend> LayerBackend for Nvfp4<B> {
             query: wrap(grads.query),
             key: wrap(grads.key),
             value: wrap(grads.value),
-            query_norm: wrap(grads.query_norm),
-            key_norm: wrap(grads.key_norm),
+            norms: grads.norms.map(|norms| norms.map(wrap)),
         }
     }
 
@@ -55,9 +54,7 @@ impl<B: Nvfp4Backend + LayerBackend> LayerBackend for Nvfp4<B> {
             query: unwrap(qkv.query),
             key: unwrap(qkv.key),
             value: unwrap(qkv.value),
-            query_norm: unwrap(qkv.query_norm),
-            key_norm: unwrap(qkv.key_norm),
-            epsilon: qkv.epsilon,
+            norms: qkv.norms.map(unwrap_norms),
             rope: RotaryEmbedding {
                 cos: unwrap(qkv.rope.cos),
                 sin: unwrap(qkv.rope.sin),
@@ -78,14 +75,20 @@ fn wrap<B: Nvfp4Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<Nvfp4<B>, D>
     Tensor::from_primitive(TensorPrimitive::Float(Nvfp4Tensor::Dense(x.into_primitive().tensor())))
 }
 
+fn unwrap_norms<B: Nvfp4Backend>(norms: HeadNorms<Nvfp4<B>>) -> HeadNorms<B> {
+    HeadNorms {
+        query: unwrap(norms.query),
+        key: unwrap(norms.key),
+        epsilon: norms.epsilon,
+    }
+}
+
 fn unwrap_input<B: Nvfp4Backend>(input: AttentionInput<Nvfp4<B>>) -> AttentionInput<B> {
     AttentionInput {
         query: unwrap(input.query),
         key: unwrap(input.key),
         value: unwrap(input.value),
-        query_norm: unwrap(input.query_norm),
-        key_norm: unwrap(input.key_norm),
-        epsilon: input.epsilon,
+        norms: input.norms.map(unwrap_norms),
         cos: unwrap(input.cos),
         sin: unwrap(input.sin),
         padding: input

@@ -89,10 +89,19 @@ fn swiglu_and_its_gradient_equal_the_definition() {
 const SIZES: [(usize, usize, usize, usize, usize); 4] =
     [(1, 1, 1, 1, 8), (3, 7, 4, 2, 16), (2, 45, 2, 1, 40), (4, 33, 3, 3, 6)];
 
+fn norms(d: usize) -> HeadNorms<Flex> {
+    HeadNorms {
+        query: random([d]),
+        key: random([d]),
+        epsilon: 1e-6,
+    }
+}
+
 fn input(
     (batch, seq, heads, kv_heads, d): (usize, usize, usize, usize, usize),
     padding: Option<Tensor<Flex, 2, Bool>>,
     positions: bool,
+    normed: bool,
 ) -> AttentionInput<Flex> {
     let rope = RotaryEmbeddingConfig::new(2 * seq, d).init::<Flex>(&Default::default());
     let rotation = match positions {
@@ -107,9 +116,7 @@ fn input(
         query: random([batch, seq, heads * d]),
         key: random([batch, seq, kv_heads * d]),
         value: random([batch, seq, kv_heads * d]),
-        query_norm: random([d]),
-        key_norm: random([d]),
-        epsilon: 1e-6,
+        norms: normed.then(|| norms(d)),
         cos: rotation.cos,
         sin: rotation.sin,
         padding,
@@ -139,10 +146,15 @@ fn padding(batch: usize, seq: usize) -> (Tensor<Flex, 2, Bool>, Tensor<Flex, 3>)
 #[test]
 fn causal_attention_and_its_gradient_equal_the_definition() {
     for sizes in SIZES {
-        for (padded, positions) in [(false, false), (true, false), (true, true)] {
+        for (padded, positions, normed) in [
+            (false, false, true),
+            (true, false, true),
+            (true, true, true),
+            (true, true, false),
+        ] {
             let (batch, seq, ..) = sizes;
             let (mask, sees) = padding(batch, seq);
-            let input = input(sizes, padded.then_some(mask), positions);
+            let input = input(sizes, padded.then_some(mask), positions, normed);
             let sees = if padded { sees } else { sees.ones_like() };
             let output = composite::causal_attention(input.clone()) * sees.clone();
             let actual = Flex::causal_attention(input.clone());
@@ -165,9 +177,11 @@ fn causal_attention_and_its_gradient_equal_the_definition() {
                 query: node(&input.query),
                 key: node(&input.key),
                 value: node(&input.value),
-                query_norm: norm(&input.query_norm),
-                key_norm: norm(&input.key_norm),
-                epsilon: input.epsilon,
+                norms: input.norms.as_ref().map(|norms| HeadNorms {
+                    query: norm(&norms.query),
+                    key: norm(&norms.key),
+                    epsilon: norms.epsilon,
+                }),
                 cos: Tensor::from_data(input.cos.to_data(), &Default::default()),
                 sin: Tensor::from_data(input.sin.to_data(), &Default::default()),
                 padding: input
@@ -185,8 +199,9 @@ fn causal_attention_and_its_gradient_equal_the_definition() {
                     query: plain(tracked.query.grad(&grads).unwrap()),
                     key: plain(tracked.key.grad(&grads).unwrap()),
                     value: plain(tracked.value.grad(&grads).unwrap()),
-                    query_norm: plain_norm(tracked.query_norm.grad(&grads).unwrap()),
-                    key_norm: plain_norm(tracked.key_norm.grad(&grads).unwrap()),
+                    norms: tracked
+                        .norms
+                        .map(|norms| [norms.query, norms.key].map(|norm| plain_norm(norm.grad(&grads).unwrap()))),
                 },
                 expected,
             );
@@ -198,24 +213,32 @@ fn assert_gradients(actual: AttentionGradients<Flex>, expected: AttentionGradien
     assert_close(actual.query, expected.query, 1e-4);
     assert_close(actual.key, expected.key, 1e-4);
     assert_close(actual.value, expected.value, 1e-4);
-    assert_close(actual.query_norm, expected.query_norm, 5e-4);
-    assert_close(actual.key_norm, expected.key_norm, 5e-4);
+    assert_eq!(actual.norms.is_some(), expected.norms.is_some());
+    for (actual, expected) in actual
+        .norms
+        .into_iter()
+        .flatten()
+        .zip(expected.norms.into_iter().flatten())
+    {
+        assert_close(actual, expected, 5e-4);
+    }
 }
 
 #[test]
 fn gradients_have_the_same_bits_on_any_number_of_threads() {
-    let input = input((9, 20, 4, 2, 16), None, false);
+    let input = input((9, 20, 4, 2, 16), None, false, true);
     let (up, x, gamma) = (random([9, 20, 64]), random([999, 64]), random([64]));
     let run = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| {
             let grads = Flex::causal_attention_backward(input.clone(), up.clone());
             let (dx, d_gamma) = Flex::rms_norm_backward(x.clone(), gamma.clone(), 1e-6, x.clone());
+            let [query_norm, key_norm] = grads.norms.expect("heads are normed");
             (
                 [grads.query.into_data(), grads.key.into_data(), grads.value.into_data()],
                 [
-                    grads.query_norm.into_data(),
-                    grads.key_norm.into_data(),
+                    query_norm.into_data(),
+                    key_norm.into_data(),
                     d_gamma.into_data(),
                     dx.into_data(),
                 ],
@@ -229,7 +252,6 @@ fn gradients_have_the_same_bits_on_any_number_of_threads() {
 fn cached_attention_equals_the_definition() {
     let (heads, kv_heads, d, max_seq_len) = (4, 2, 40, 40);
     let rope = RotaryEmbeddingConfig::new(max_seq_len, d).init::<Flex>(&Default::default());
-    let (query_norm, key_norm) = (random([d]), random([d]));
     let place = |slot, position| TokenPlace { slot, position };
     let steps = [
         // Slot 0 gets a prompt of 35; slot 2 copies it; slot 1 starts with one token.
@@ -261,33 +283,39 @@ fn cached_attention_equals_the_definition() {
         .layers
         .remove(0)
     };
-    let (mut a, mut b) = (cache(), cache());
-    for step in steps {
-        let n = step.tokens.len();
-        let qkv = CachedQkv {
-            query: random([n, heads * d]),
-            key: random([n, kv_heads * d]),
-            value: random([n, kv_heads * d]),
-            query_norm: query_norm.clone(),
-            key_norm: key_norm.clone(),
-            epsilon: 1e-6,
-            rope: rope.clone(),
-            heads,
-        };
-        assert_close(
-            Flex::cached_attention(qkv.clone(), &mut a, &step),
-            composite::cached_attention(qkv, &mut b, &step),
-            1e-5,
-        );
-        assert_close(a.keys.clone(), b.keys.clone(), 1e-5);
-        assert_close(a.values.clone(), b.values.clone(), 0.0);
+    for norms in [Some(norms(d)), None] {
+        let (mut a, mut b) = (cache(), cache());
+        for step in &steps {
+            let n = step.tokens.len();
+            let qkv = CachedQkv {
+                query: random([n, heads * d]),
+                key: random([n, kv_heads * d]),
+                value: random([n, kv_heads * d]),
+                norms: norms.clone(),
+                rope: rope.clone(),
+                heads,
+            };
+            assert_close(
+                Flex::cached_attention(qkv.clone(), &mut a, step),
+                composite::cached_attention(qkv, &mut b, step),
+                1e-5,
+            );
+            assert_close(a.keys.clone(), b.keys.clone(), 1e-5);
+            assert_close(a.values.clone(), b.values.clone(), 0.0);
+        }
     }
 }
 
 #[test]
 fn decoding_has_the_bits_of_whole_sequences() {
+    for normed in [true, false] {
+        decoding_equals_whole_sequences(normed);
+    }
+}
+
+fn decoding_equals_whole_sequences(normed: bool) {
     let (batch, seq, heads, kv_heads, d) = (3, 37, 4, 2, 16);
-    let input = input((batch, seq, heads, kv_heads, d), None, false);
+    let input = input((batch, seq, heads, kv_heads, d), None, false, normed);
     let whole = Flex::causal_attention(input.clone());
     let mut cache = KvCacheConfig {
         num_layers: 1,
@@ -304,9 +332,7 @@ fn decoding_has_the_bits_of_whole_sequences() {
             query: column(&input.query),
             key: column(&input.key),
             value: column(&input.value),
-            query_norm: input.query_norm.clone(),
-            key_norm: input.key_norm.clone(),
-            epsilon: input.epsilon,
+            norms: input.norms.clone(),
             rope: rope.clone(),
             heads,
         };

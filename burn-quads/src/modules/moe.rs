@@ -1,4 +1,4 @@
-//! The mixture-of-experts language model (Qwen3-MoE).
+//! The mixture-of-experts language model (Qwen3-MoE, OLMoE).
 use burn::{
     module::{Initializer, Module, Param},
     nn::{Embedding, EmbeddingConfig, RmsNorm, RmsNormConfig},
@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// A decoder-only mixture-of-experts language model: grouped-query attention with QK-norm and rotary positions, SwiGLU
-/// experts behind a softmax top-k router, RMS norms, no biases.
+/// experts behind a softmax top-k router (some layers may be dense), RMS norms.
 ///
 /// Attention projections and experts run in a [`Precision`]; embedding, head, routers and norms are dense always. The
 /// same type is the trainer's model (f32 masters on `Autodiff<Nvfp4<B>>`) and, after [`sync`](crate::sync::sync), the
@@ -82,7 +82,7 @@ impl QuadsMoeConfig {
                 .with_epsilon(self.rms_norm_eps)
                 .init(device)
         };
-        let layer = |_| DecoderLayer {
+        let layer = |index: usize| DecoderLayer {
             input_layernorm: norm(),
             self_attn: QuadsAttentionConfig::new(
                 self.hidden_size,
@@ -90,17 +90,26 @@ impl QuadsMoeConfig {
                 self.num_key_value_heads,
                 self.head_dim,
             )
+            .with_attention_bias(self.attention_bias)
+            .with_qk_norm(self.qk_norm)
+            .with_clip_qkv(self.clip_qkv)
             .with_rms_norm_eps(self.rms_norm_eps)
             .with_precision(self.precision.clone())
             .init(device),
             post_attention_layernorm: norm(),
             mlp: MoeBlock {
-                gate: RouterConfig::new(self.hidden_size, self.num_experts, self.num_experts_per_tok)
-                    .with_normalize(self.norm_topk_prob)
-                    .init(device),
-                experts: QuadsExpertsConfig::new(self.num_experts, self.hidden_size, self.moe_intermediate_size)
-                    .with_precision(self.precision.clone())
-                    .init(device),
+                gate: self.is_moe_layer(index).then(|| {
+                    RouterConfig::new(self.hidden_size, self.num_experts, self.num_experts_per_tok)
+                        .with_normalize(self.norm_topk_prob)
+                        .init(device)
+                }),
+                experts: QuadsExpertsConfig::new(
+                    self.experts_of_layer(index),
+                    self.hidden_size,
+                    self.expert_size_of_layer(index),
+                )
+                .with_precision(self.precision.clone())
+                .init(device),
             },
         };
         let head = Initializer::KaimingUniform {
@@ -233,14 +242,14 @@ pub(crate) struct Site<A> {
 
 /// Names the inputs of each decoder layer, given in forward order.
 fn named_sites<A>(config: &QuadsMoeConfig, layers: Vec<[A; 4]>) -> Vec<Site<A>> {
-    let names = [
-        ("self_attn.qkv_proj", config.hidden_size),
-        ("self_attn.o_proj", config.num_attention_heads * config.head_dim),
-        ("mlp.experts.gate_up_proj", config.hidden_size),
-        ("mlp.experts.down_proj", config.moe_intermediate_size),
-    ];
     let mut named = Vec::with_capacity(4 * layers.len());
     for (layer, sites) in layers.into_iter().enumerate() {
+        let names = [
+            ("self_attn.qkv_proj", config.hidden_size),
+            ("self_attn.o_proj", config.num_attention_heads * config.head_dim),
+            ("mlp.experts.gate_up_proj", config.hidden_size),
+            ("mlp.experts.down_proj", config.expert_size_of_layer(layer)),
+        ];
         for ((name, k), activations) in names.into_iter().zip(sites) {
             named.push(Site {
                 name: format!("layers.{layer}.{name}"),
@@ -279,20 +288,23 @@ impl<B: QuadsBackend> QuadsMoe<B> {
         if let Some(replay) = &input.replay {
             assert_eq!(
                 replay.expert_ids.len(),
-                self.layers.len(),
-                "routing replay must have one tensor a layer"
+                self.layers.iter().filter(|layer| layer.mlp.gate.is_some()).count(),
+                "routing replay must have one tensor a mixture-of-experts layer"
             );
         }
         let context = AttentionContext::new(&self.rope, seq, input.positions.clone(), input.padding.clone());
         let mut x = self.embed_tokens.forward(input.tokens.clone());
         let mut expert_ids = Vec::with_capacity(self.layers.len());
         let mut router_logits = Vec::with_capacity(self.layers.len());
-        for (index, layer) in self.layers.iter().enumerate() {
-            let replay = input.replay.as_ref().map(|replay| replay.expert_ids[index].clone());
+        let mut replayed = input.replay.iter().flat_map(|replay| &replay.expert_ids);
+        for layer in &self.layers {
+            let replay = layer.mlp.gate.as_ref().and_then(|_| replayed.next().cloned());
             let (y, routing) = layer.forward_with(x, |attention, x| attention.forward(x, &context), replay);
             x = y;
-            expert_ids.push(routing.expert_ids);
-            router_logits.push(routing.logits);
+            if let Some(routing) = routing {
+                expert_ids.push(routing.expert_ids);
+                router_logits.push(routing.logits);
+            }
         }
         HiddenOutput {
             hidden: rms_norm(&self.norm, x),

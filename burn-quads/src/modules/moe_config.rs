@@ -2,9 +2,14 @@
 use burn::config::Config;
 use burn_nvfp4::{Precision, WeightFormat};
 use kernels_cubecl::BLOCK;
-use serde_json::{Map, Value, json};
 
-/// Configuration of a [`QuadsMoe`](super::moe::QuadsMoe), with the field names of Qwen3-MoE's `config.json`.
+use super::attention::QkNorm;
+
+/// More layers than any model has.
+const MAX_LAYERS: usize = 10_000;
+
+/// Configuration of a [`QuadsMoe`](super::moe::QuadsMoe), with the field names of `config.json`. The architectures are
+/// those of Qwen3-MoE ([`QkNorm::Head`]) and OLMoE ([`QkNorm::Projection`]).
 #[derive(Config, Debug)]
 pub struct QuadsMoeConfig {
     /// Tokens.
@@ -40,6 +45,22 @@ pub struct QuadsMoeConfig {
     /// Whether the head is the transposed embedding.
     #[config(default = false)]
     pub tie_word_embeddings: bool,
+    /// Whether the attention projections have a bias.
+    #[config(default = false)]
+    pub attention_bias: bool,
+    /// What the norms of queries and keys run over.
+    #[config(default = "QkNorm::Head")]
+    pub qk_norm: QkNorm,
+    /// Largest magnitude of queries, keys and values. Needs [`QkNorm::Projection`].
+    pub clip_qkv: Option<f64>,
+    /// Layers, counted from 0, with one dense expert of `intermediate_size` instead of a mixture.
+    #[config(default = "vec![]")]
+    pub mlp_only_layers: Vec<usize>,
+    /// Of the others, layers whose number (counted from 1) is not a multiple of it are dense too.
+    #[config(default = 1)]
+    pub decoder_sparse_step: usize,
+    /// Hidden features of a dense layer; needed where there is one. A multiple of 16 in the NVFP4 precisions.
+    pub intermediate_size: Option<usize>,
     /// Precision of the attention projections and the experts. Embedding, head, routers and norms stay dense.
     #[config(default = "Precision::W4A16")]
     pub precision: Precision,
@@ -64,12 +85,18 @@ pub enum ConfigError {
         /// The field.
         field: &'static str,
     },
+    /// The checkpoint is of a model that has more, or other, than this one.
+    #[error("the model is not supported: {}", .problems.join("; "))]
+    Unsupported {
+        /// Each field with its value and what is wrong with it.
+        problems: Vec<String>,
+    },
     /// The text is not a JSON object.
     #[error("config.json is not a JSON object: {0}")]
     Json(String),
 }
 
-fn refuse(field: &'static str, value: impl ToString, expected: impl Into<String>) -> ConfigError {
+pub(crate) fn refuse(field: &'static str, value: impl ToString, expected: impl Into<String>) -> ConfigError {
     ConfigError::Field {
         field,
         value: value.to_string(),
@@ -94,10 +121,15 @@ impl QuadsMoeConfig {
             ("num_experts_per_tok", self.num_experts_per_tok),
             ("moe_intermediate_size", self.moe_intermediate_size),
             ("max_position_embeddings", self.max_position_embeddings),
+            ("decoder_sparse_step", self.decoder_sparse_step),
         ] {
             if value == 0 {
                 return Err(refuse(field, value, "must be at least 1"));
             }
+        }
+        if self.num_hidden_layers > MAX_LAYERS {
+            let expected = format!("must be at most {MAX_LAYERS}");
+            return Err(refuse("num_hidden_layers", self.num_hidden_layers, expected));
         }
         if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
             let heads = self.num_attention_heads;
@@ -123,7 +155,77 @@ impl QuadsMoeConfig {
                 return Err(refuse(field, value, "must be a positive number"));
             }
         }
+        if let Some(clip) = self.clip_qkv {
+            if !(clip.is_finite() && clip > 0.0) {
+                return Err(refuse("clip_qkv", clip, "must be a positive number"));
+            }
+            if self.qk_norm != QkNorm::Projection {
+                return Err(refuse("clip_qkv", clip, "needs qk_norm = projection"));
+            }
+        }
+        self.validate_dense_layers()?;
+        if self.qk_norm == QkNorm::Projection {
+            self.validate_olmoe()?;
+        }
         self.validate_precision(&self.precision)
+    }
+
+    /// What OLMoE, the only model with norms over whole projections, does not have.
+    fn validate_olmoe(&self) -> Result<(), ConfigError> {
+        let (hidden, heads) = (self.hidden_size, self.num_attention_heads);
+        if heads.checked_mul(self.head_dim) != Some(hidden) {
+            let expected =
+                format!("must be hidden_size / num_attention_heads = {hidden} / {heads} with qk_norm = projection");
+            return Err(refuse("head_dim", self.head_dim, expected));
+        }
+        match (0..self.num_hidden_layers).find(|layer| !self.is_moe_layer(*layer)) {
+            Some(layer) => Err(refuse("mlp_only_layers", layer, "dense layers need qk_norm = head")),
+            None => Ok(()),
+        }
+    }
+
+    fn validate_dense_layers(&self) -> Result<(), ConfigError> {
+        let layers = self.num_hidden_layers;
+        if let Some(layer) = self.mlp_only_layers.iter().find(|layer| **layer >= layers) {
+            let expected = format!("must be below num_hidden_layers = {layers}");
+            return Err(refuse("mlp_only_layers", layer, expected));
+        }
+        let dense = (0..layers).filter(|layer| !self.is_moe_layer(*layer)).count();
+        if dense == layers {
+            let layers = format!("{:?}", self.mlp_only_layers);
+            return Err(refuse(
+                "mlp_only_layers",
+                layers,
+                "must leave a mixture-of-experts layer",
+            ));
+        }
+        match self.intermediate_size {
+            Some(0) => Err(refuse("intermediate_size", 0, "must be at least 1")),
+            None if dense > 0 => Err(refuse(
+                "intermediate_size",
+                "none",
+                "must be set where layers are dense",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a layer, counted from 0, has a router.
+    pub fn is_moe_layer(&self, layer: usize) -> bool {
+        (layer + 1).is_multiple_of(self.decoder_sparse_step) && !self.mlp_only_layers.contains(&layer)
+    }
+
+    /// Experts of a layer: one where it is dense.
+    pub(crate) fn experts_of_layer(&self, layer: usize) -> usize {
+        if self.is_moe_layer(layer) { self.num_experts } else { 1 }
+    }
+
+    /// Hidden features of each expert of a layer.
+    pub(crate) fn expert_size_of_layer(&self, layer: usize) -> usize {
+        match self.is_moe_layer(layer) {
+            true => self.moe_intermediate_size,
+            false => self.intermediate_size.expect("validated: dense layers have a size"),
+        }
     }
 
     /// Whether every quantized layer of the model can run in `precision`.
@@ -132,11 +234,14 @@ impl QuadsMoeConfig {
             return Ok(());
         }
         let attention = self.num_attention_heads * self.head_dim;
-        for (field, value) in [
+        let dense = (0..self.num_hidden_layers).find(|layer| !self.is_moe_layer(*layer));
+        let dense = dense.map(|layer| ("intermediate_size", self.expert_size_of_layer(layer)));
+        let sizes = [
             ("hidden_size", self.hidden_size),
             ("moe_intermediate_size", self.moe_intermediate_size),
             ("num_attention_heads * head_dim", attention),
-        ] {
+        ];
+        for (field, value) in sizes.into_iter().chain(dense) {
             if !value.is_multiple_of(BLOCK) {
                 let expected = format!("must be a multiple of {BLOCK} in the precision {precision}");
                 return Err(refuse(field, value, expected));
@@ -144,128 +249,6 @@ impl QuadsMoeConfig {
         }
         Ok(())
     }
-
-    /// Reads the `config.json` of a Qwen3-MoE checkpoint, as version 4 or 5 of transformers writes it. The precision is
-    /// [`Precision::High`]; set it with `with_precision`.
-    ///
-    /// # Errors
-    /// A missing field, an impossible value, or a feature that this model does not have (dense layers, attention biases,
-    /// sliding windows, scaled rotary positions).
-    pub fn from_json(text: &str) -> Result<Self, ConfigError> {
-        let json: Value = serde_json::from_str(text).map_err(|error| ConfigError::Json(error.to_string()))?;
-        let json = json
-            .as_object()
-            .ok_or_else(|| ConfigError::Json("another JSON value".into()))?;
-        refuse_unsupported(json)?;
-        // Version 5 of transformers moved the rotary settings and renamed the number of experts.
-        let rope = json.get("rope_parameters").and_then(Value::as_object);
-        let config = Self {
-            vocab_size: size(json, "vocab_size")?,
-            hidden_size: size(json, "hidden_size")?,
-            num_hidden_layers: size(json, "num_hidden_layers")?,
-            num_attention_heads: size(json, "num_attention_heads")?,
-            num_key_value_heads: size(json, "num_key_value_heads")?,
-            head_dim: size(json, "head_dim")?,
-            num_experts: match json.contains_key("num_experts") {
-                true => size(json, "num_experts")?,
-                false => size(json, "num_local_experts")?,
-            },
-            num_experts_per_tok: size(json, "num_experts_per_tok")?,
-            moe_intermediate_size: size(json, "moe_intermediate_size")?,
-            norm_topk_prob: flag(json, "norm_topk_prob")?,
-            rope_theta: number(
-                rope.filter(|r| r.contains_key("rope_theta")).unwrap_or(json),
-                "rope_theta",
-            )?,
-            rms_norm_eps: number(json, "rms_norm_eps")?,
-            max_position_embeddings: size(json, "max_position_embeddings")?,
-            tie_word_embeddings: flag(json, "tie_word_embeddings")?,
-            precision: Precision::High,
-        };
-        config.validate()?;
-        Ok(config)
-    }
-
-    /// The `config.json` that transformers (version 4 and 5) reads; the precision is not part of it.
-    pub fn to_json(&self) -> String {
-        let json = json!({
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "attention_bias": false,
-            "decoder_sparse_step": 1,
-            "dtype": "float32",
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "hidden_size": self.hidden_size,
-            // Width of dense layers, of which there are none; transformers wants a number.
-            "intermediate_size": self.moe_intermediate_size,
-            "max_position_embeddings": self.max_position_embeddings,
-            "mlp_only_layers": [],
-            "moe_intermediate_size": self.moe_intermediate_size,
-            "norm_topk_prob": self.norm_topk_prob,
-            "num_attention_heads": self.num_attention_heads,
-            "num_experts": self.num_experts,
-            "num_experts_per_tok": self.num_experts_per_tok,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_key_value_heads": self.num_key_value_heads,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "use_sliding_window": false,
-            "vocab_size": self.vocab_size,
-        });
-        serde_json::to_string_pretty(&json).expect("numbers, flags and names are JSON")
-    }
-}
-
-/// Refuses checkpoints of models that are not this one, rather than computing something else.
-fn refuse_unsupported(json: &Map<String, Value>) -> Result<(), ConfigError> {
-    let absent = |field: &str| matches!(json.get(field), None | Some(Value::Null));
-    let not = |field: &str, accepted: &[Value]| !absent(field) && !accepted.contains(&json[field]);
-    let default_rope = |field: &str| {
-        let kind = &json[field]["rope_type"];
-        kind.is_null() || kind == "default"
-    };
-    for (field, accepted, expected) in [
-        ("model_type", json!("qwen3_moe"), "only qwen3_moe is supported"),
-        ("hidden_act", json!("silu"), "only silu is supported"),
-        ("attention_bias", json!(false), "attention biases are not supported"),
-        ("use_sliding_window", json!(false), "sliding windows are not supported"),
-        ("mlp_only_layers", json!([]), "dense layers are not supported"),
-        ("decoder_sparse_step", json!(1), "dense layers are not supported"),
-    ] {
-        if not(field, &[accepted]) {
-            return Err(refuse(field, &json[field], expected));
-        }
-    }
-    for field in ["rope_scaling", "rope_parameters"] {
-        if !absent(field) && !default_rope(field) {
-            return Err(refuse(field, &json[field], "only rope_type = default is supported"));
-        }
-    }
-    Ok(())
-}
-
-fn required<'a>(json: &'a Map<String, Value>, field: &'static str) -> Result<&'a Value, ConfigError> {
-    json.get(field).ok_or(ConfigError::Missing { field })
-}
-
-fn size(json: &Map<String, Value>, field: &'static str) -> Result<usize, ConfigError> {
-    let value = required(json, field)?;
-    let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
-    size.ok_or_else(|| refuse(field, value, "must be a whole number"))
-}
-
-fn number(json: &Map<String, Value>, field: &'static str) -> Result<f64, ConfigError> {
-    let value = required(json, field)?;
-    value.as_f64().ok_or_else(|| refuse(field, value, "must be a number"))
-}
-
-fn flag(json: &Map<String, Value>, field: &'static str) -> Result<bool, ConfigError> {
-    let value = required(json, field)?;
-    value
-        .as_bool()
-        .ok_or_else(|| refuse(field, value, "must be true or false"))
 }
 
 #[cfg(test)]
@@ -350,45 +333,48 @@ mod tests {
     }
 
     #[test]
-    fn config_json_survives_a_round_trip() {
+    fn layers_are_dense_by_list_and_by_step() {
         let config = QuadsMoeConfig {
-            norm_topk_prob: false,
-            rope_theta: 10000.0,
-            tie_word_embeddings: true,
-            precision: Precision::High,
+            num_hidden_layers: 6,
+            decoder_sparse_step: 2,
+            mlp_only_layers: vec![3],
+            intermediate_size: Some(80),
             ..tiny()
         };
-        let read = QuadsMoeConfig::from_json(&config.to_json()).unwrap();
-        assert_eq!(read.to_json(), config.to_json());
-        assert_eq!(read.rope_theta, 10000.0);
-        assert!(read.tie_word_embeddings && !read.norm_topk_prob);
+        let moe: Vec<_> = (0..6).map(|layer| config.is_moe_layer(layer)).collect();
+        assert_eq!(moe, [false, true, false, false, false, true]);
+        assert_eq!(config.validate(), Ok(()));
+        assert_eq!(
+            refused(QuadsMoeConfig {
+                intermediate_size: None,
+                ..config.clone()
+            }),
+            "intermediate_size = none: must be set where layers are dense"
+        );
+        assert_eq!(
+            refused(QuadsMoeConfig {
+                intermediate_size: Some(72),
+                ..config
+            }),
+            "intermediate_size = 72: must be a multiple of 16 in the precision w4a16"
+        );
     }
 
     #[test]
-    fn config_json_of_another_architecture_is_refused() {
-        let mut json: Value = serde_json::from_str(&tiny().to_json()).unwrap();
-        json["mlp_only_layers"] = json!([1]);
-        let error = QuadsMoeConfig::from_json(&json.to_string()).unwrap_err();
+    fn norms_over_projections_are_those_of_olmoe() {
+        let olmoe = tiny().with_qk_norm(QkNorm::Projection).with_clip_qkv(Some(1.0));
+        assert_eq!(olmoe.validate(), Ok(()));
         assert_eq!(
-            error.to_string(),
-            "mlp_only_layers = [1]: dense layers are not supported"
+            refused(tiny().with_clip_qkv(Some(1.0))),
+            "clip_qkv = 1: needs qk_norm = projection"
         );
-
-        json["mlp_only_layers"] = json!([]);
-        json["rope_parameters"] = json!({"rope_type": "yarn", "rope_theta": 1e6});
-        let error = QuadsMoeConfig::from_json(&json.to_string()).unwrap_err();
-        assert!(
-            error.to_string().contains("only rope_type = default is supported"),
-            "{error}"
+        assert_eq!(
+            refused(olmoe.clone().with_clip_qkv(Some(0.0))),
+            "clip_qkv = 0: must be a positive number"
         );
-
-        json["rope_parameters"] = json!({"rope_type": "default", "rope_theta": 5e5});
-        assert_eq!(QuadsMoeConfig::from_json(&json.to_string()).unwrap().rope_theta, 5e5);
-
-        json.as_object_mut().unwrap().remove("head_dim");
-        let error = QuadsMoeConfig::from_json(&json.to_string()).unwrap_err();
-        assert_eq!(error.to_string(), "head_dim is missing from config.json");
-
-        assert!(matches!(QuadsMoeConfig::from_json("[1]"), Err(ConfigError::Json(_))));
+        assert_eq!(
+            refused(QuadsMoeConfig { head_dim: 32, ..olmoe }),
+            "head_dim = 32: must be hidden_size / num_attention_heads = 64 / 4 with qk_norm = projection"
+        );
     }
 }

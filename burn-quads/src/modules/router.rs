@@ -70,6 +70,18 @@ pub struct Routing<B: Backend> {
     pub logits: Tensor<B, 2>,
 }
 
+impl<B: Backend> Routing<B> {
+    /// All of `x` `[tokens, d_model]` to expert 0 with weight 1: what a dense layer does.
+    pub(crate) fn to_one_expert(x: &Tensor<B, 2>) -> Self {
+        let (tokens, device) = (x.dims()[0], x.device());
+        Self {
+            expert_ids: Tensor::zeros([tokens, 1], &device),
+            weights: Tensor::ones([tokens, 1], (&device, x.dtype())),
+            logits: Tensor::zeros([tokens, 1], (&device, x.dtype())),
+        }
+    }
+}
+
 impl<B: Backend> Router<B> {
     /// Routes `x` `[tokens, d_model]`.
     ///

@@ -11,7 +11,7 @@ use crate::checkpoint::ParamPath;
 
 impl QuadsMoeConfig {
     /// Makes the model with weights drawn from the distributions of [`init`](Self::init) by a generator of its own:
-    /// norms 1, the embedding standard normal, every matrix uniform in `±1/√d_in`.
+    /// norms 1, biases 0, the embedding standard normal, every matrix uniform in `±1/√d_in`.
     ///
     /// # Panics
     /// As [`init`](Self::init).
@@ -46,11 +46,14 @@ impl<B: Backend> ModuleMapper<B> for SeededInit {
     }
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let shape = param.lazy_shape();
-        if D == 1 {
+        let path = self.path.to_string();
+        if path.ends_with(".gamma") {
             return param;
         }
         let elements = 0..shape.num_elements();
-        let values: Vec<f32> = if self.path.to_string() == "embed_tokens.weight" {
+        let values: Vec<f32> = if path.ends_with(".bias") {
+            vec![0.0; elements.len()]
+        } else if path == "embed_tokens.weight" {
             elements.map(|_| self.normal()).collect()
         } else {
             let limit = 1.0 / (shape[D - 2] as f32).sqrt();

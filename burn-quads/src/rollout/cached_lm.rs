@@ -73,7 +73,7 @@ impl<B: QuadsBackend> CachedLm<B> for QuadsMoe<B> {
             let attend = |attention: &QuadsAttention<B>, x| attention.forward_cached(x, &self.rope, cache, step);
             let (y, routing) = layer.forward_with(x, attend, None);
             x = y;
-            expert_ids.push(routing.expert_ids);
+            expert_ids.extend(routing.map(|routing| routing.expert_ids));
         }
         CachedOutput {
             hidden: rms_norm(&self.norm, x),

@@ -1,4 +1,5 @@
-//! Grouped-query attention with per-head QK-norm and rotary positions, as in Qwen3.
+//! Grouped-query attention with QK-norm and rotary positions, as in Qwen3 (a norm for each head) and OLMoE (one over the
+//! whole projection).
 //!
 //! [`QuadsAttention::forward`] runs whole sequences (scoring, training); [`QuadsAttention::forward_cached`] appends
 //! tokens to a [`KvCache`] (sampling). Both compute one function.
@@ -14,7 +15,7 @@ use super::{
 };
 use crate::{
     backend::QuadsBackend,
-    layer_backend::{AttentionInput, CachedQkv},
+    layer_backend::{AttentionInput, CachedQkv, HeadNorms, rms_norm},
 };
 use burn::{
     config::Config,
@@ -24,6 +25,18 @@ use burn::{
     tensor::{Bool, Int, Tensor},
 };
 use burn_nvfp4::Precision;
+use serde::{Deserialize, Serialize};
+
+/// What the norms of queries and keys run over.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum QkNorm {
+    /// Each head of `head_dim` channels (Qwen3).
+    #[default]
+    Head,
+    /// All heads together (OLMoE).
+    Projection,
+}
 
 /// Configuration of [`QuadsAttention`], with the names of Qwen3's `config.json`.
 #[derive(Config, Debug)]
@@ -39,6 +52,12 @@ pub struct QuadsAttentionConfig {
     /// Whether the four projections have a bias.
     #[config(default = false)]
     pub attention_bias: bool,
+    /// What `q_norm` and `k_norm` run over.
+    #[config(default = "QkNorm::Head")]
+    pub qk_norm: QkNorm,
+    /// Largest magnitude of queries, keys and values: beyond it they are cut off, after the norms. Needs
+    /// [`QkNorm::Projection`].
+    pub clip_qkv: Option<f64>,
     /// Epsilon of `q_norm` and `k_norm`.
     #[config(default = "1e-6")]
     pub rms_norm_eps: f64,
@@ -51,7 +70,8 @@ impl QuadsAttentionConfig {
     /// Makes the module with random weights.
     ///
     /// # Panics
-    /// If `num_key_value_heads` does not divide `num_attention_heads`, or a width does not fit the precision.
+    /// If `num_key_value_heads` does not divide `num_attention_heads`, a width does not fit the precision, or `clip_qkv`
+    /// is set with norms of single heads.
     pub fn init<B: Backend>(&self, device: &B::Device) -> QuadsAttention<B> {
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
         assert!(
@@ -64,19 +84,27 @@ impl QuadsAttentionConfig {
                 .with_precision(self.precision.clone())
                 .init(device)
         };
-        let norm = || {
-            RmsNormConfig::new(self.head_dim)
-                .with_epsilon(self.rms_norm_eps)
-                .init(device)
+        assert!(
+            self.clip_qkv.is_none() || self.qk_norm == QkNorm::Projection,
+            "attention: clip_qkv needs qk_norm = projection"
+        );
+        let norm = |heads: usize| {
+            let width = match self.qk_norm {
+                QkNorm::Head => self.head_dim,
+                QkNorm::Projection => heads * self.head_dim,
+            };
+            RmsNormConfig::new(width).with_epsilon(self.rms_norm_eps).init(device)
         };
         QuadsAttention {
             q_proj: linear(self.hidden_size, heads * self.head_dim),
             k_proj: linear(self.hidden_size, kv_heads * self.head_dim),
             v_proj: linear(self.hidden_size, kv_heads * self.head_dim),
             o_proj: linear(heads * self.head_dim, self.hidden_size),
-            q_norm: norm(),
-            k_norm: norm(),
+            q_norm: norm(heads),
+            k_norm: norm(kv_heads),
             num_attention_heads: heads,
+            qk_norm: self.qk_norm,
+            clip_qkv: self.clip_qkv,
         }
     }
 }
@@ -92,11 +120,15 @@ pub struct QuadsAttention<B: Backend> {
     pub v_proj: QuadsLinear<B>,
     /// `[num_attention_heads · head_dim, hidden_size]`.
     pub o_proj: QuadsLinear<B>,
-    /// Norm over `head_dim` of each query head, before the rotation.
+    /// Norm of each query head (`[head_dim]`), or of all together, before the rotation.
     pub q_norm: RmsNorm<B>,
-    /// Norm over `head_dim` of each key head, before the rotation.
+    /// Norm of each key head (`[head_dim]`), or of all together, before the rotation.
     pub k_norm: RmsNorm<B>,
     num_attention_heads: usize,
+    #[module(skip)]
+    qk_norm: QkNorm,
+    #[module(skip)]
+    clip_qkv: Option<f64>,
 }
 
 impl<B: Backend> QuadsAttention<B> {
@@ -119,23 +151,43 @@ impl<B: Backend> QuadsAttention<B> {
     pub fn qkv(&self) -> OuterScaleGroup<'_, B, 3> {
         OuterScaleGroup::new([&self.q_proj, &self.k_proj, &self.v_proj])
     }
+
+    /// The norms that attention itself applies, head by head.
+    fn head_norms(&self) -> Option<HeadNorms<B>> {
+        (self.qk_norm == QkNorm::Head).then(|| HeadNorms {
+            query: self.q_norm.gamma.val(),
+            key: self.k_norm.gamma.val(),
+            epsilon: self.q_norm.epsilon,
+        })
+    }
 }
 
 impl<B: QuadsBackend> QuadsAttention<B> {
+    /// Queries, keys and values of `x`, normed here unless attention norms each head.
+    fn project<const D: usize>(&self, x: Tensor<B, D>) -> [Tensor<B, D>; 3] {
+        let [query, key, value] = self.qkv().forward(x);
+        let [query, key] = match self.qk_norm {
+            QkNorm::Head => [query, key],
+            QkNorm::Projection => [rms_norm(&self.q_norm, query), rms_norm(&self.k_norm, key)],
+        };
+        match self.clip_qkv {
+            None => [query, key, value],
+            Some(limit) => [query, key, value].map(|x| x.clamp(-limit, limit)),
+        }
+    }
+
     /// Causal attention over whole sequences.
     ///
     /// # Shapes
     /// - x: `[batch, seq, hidden_size]`
     /// - output: `[batch, seq, hidden_size]`; rows at padding are finite and mean nothing
     pub fn forward(&self, x: Tensor<B, 3>, context: &AttentionContext<B>) -> Tensor<B, 3> {
-        let [query, key, value] = self.qkv().forward(x);
+        let [query, key, value] = self.project(x);
         self.o_proj.forward(B::causal_attention(AttentionInput {
             query,
             key,
             value,
-            query_norm: self.q_norm.gamma.val(),
-            key_norm: self.k_norm.gamma.val(),
-            epsilon: self.q_norm.epsilon,
+            norms: self.head_norms(),
             cos: context.rotation.cos.clone(),
             sin: context.rotation.sin.clone(),
             padding: context.padding.clone(),
@@ -159,14 +211,12 @@ impl<B: QuadsBackend> QuadsAttention<B> {
         cache: &mut LayerCache<B>,
         step: &CacheStep,
     ) -> Tensor<B, 2> {
-        let [query, key, value] = self.qkv().forward(x);
+        let [query, key, value] = self.project(x);
         let qkv = CachedQkv {
             query,
             key,
             value,
-            query_norm: self.q_norm.gamma.val(),
-            key_norm: self.k_norm.gamma.val(),
-            epsilon: self.q_norm.epsilon,
+            norms: self.head_norms(),
             rope: rope.clone(),
             heads: self.num_attention_heads,
         };

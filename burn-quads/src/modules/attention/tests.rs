@@ -273,9 +273,7 @@ fn a_token_has_the_same_bits_alone_and_among_others() {
             query: x,
             key: kv.clone(),
             value: kv,
-            query_norm: attention.q_norm.gamma.val(),
-            key_norm: attention.k_norm.gamma.val(),
-            epsilon: 1e-6,
+            norms: attention.head_norms(),
             rope: rope(&device),
             heads: HEADS,
         };
