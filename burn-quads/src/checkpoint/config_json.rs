@@ -133,7 +133,10 @@ impl QuadsMoeConfig {
     pub fn to_json(&self) -> String {
         let mut json = json!({
             "attention_bias": self.attention_bias,
+            // The defaults of OLMoE's class are tokens of its own vocabulary.
+            "bos_token_id": null,
             "dtype": "float32",
+            "eos_token_id": null,
             "hidden_act": "silu",
             "hidden_size": self.hidden_size,
             "max_position_embeddings": self.max_position_embeddings,
@@ -143,6 +146,7 @@ impl QuadsMoeConfig {
             "num_experts_per_tok": self.num_experts_per_tok,
             "num_hidden_layers": self.num_hidden_layers,
             "num_key_value_heads": self.num_key_value_heads,
+            "pad_token_id": null,
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
             "tie_word_embeddings": self.tie_word_embeddings,
@@ -529,7 +533,16 @@ mod tests {
     #[test]
     fn no_field_that_matters_has_a_default() {
         let json: Map<String, Value> = serde_json::from_str(&qwen().to_json()).unwrap();
-        let optional = ["architectures", "dtype", "hidden_act", "use_sliding_window", "head_dim"];
+        let optional = [
+            "architectures",
+            "bos_token_id",
+            "dtype",
+            "eos_token_id",
+            "head_dim",
+            "hidden_act",
+            "pad_token_id",
+            "use_sliding_window",
+        ];
         for field in json.keys().filter(|field| !optional.contains(&field.as_str())) {
             let error = refused(json!({ field.clone(): null }));
             assert!(error.starts_with(field), "{field}: {error}");

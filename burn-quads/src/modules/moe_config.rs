@@ -186,6 +186,11 @@ impl QuadsMoeConfig {
 
     fn validate_dense_layers(&self) -> Result<(), ConfigError> {
         let layers = self.num_hidden_layers;
+        let listed = self.mlp_only_layers.len();
+        if listed > layers {
+            let expected = format!("must not list more than num_hidden_layers = {layers}");
+            return Err(refuse("mlp_only_layers", format!("{listed} layers"), expected));
+        }
         if let Some(layer) = self.mlp_only_layers.iter().find(|layer| **layer >= layers) {
             let expected = format!("must be below num_hidden_layers = {layers}");
             return Err(refuse("mlp_only_layers", layer, expected));
