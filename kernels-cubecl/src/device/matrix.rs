@@ -121,6 +121,8 @@ pub struct PackedActivations {
     pub k: usize,
     /// 2 with a residual pass, else 1.
     pub passes: usize,
+    /// `[kp/64]` words, not 0 where a fixed mask has a bit in that K step: a hint to skip the others.
+    pub residual_steps: Option<Handle>,
 }
 
 impl PackedActivations {

@@ -35,17 +35,23 @@
 //! - `quantize`: activations to codes, with the residual pass;
 //! - `pack`: weights to codes;
 //! - `route`: which matmul kernel runs where, and their launch table;
-//! - `portable`: the matmul of any runtime.
+//! - `grouping`: tokens sorted by expert, for all of them;
+//! - `portable`, `decode`, `bf16_mma`, `block_scaled_mma`: a file a route; `mma16` decodes for two of them.
 #![allow(
     clippy::manual_is_multiple_of,
     clippy::too_many_arguments,
     clippy::type_complexity,
     reason = "kernel code is a language of its own: it has operators but no methods, and takes its buffers one by one"
 )]
+mod bf16_mma;
+mod block_scaled_mma;
 #[cfg(any(feature = "vulkan", feature = "cuda"))]
 mod client;
+mod decode;
 mod format;
+mod grouping;
 mod matrix;
+mod mma16;
 mod pack;
 mod portable;
 mod quantize;
@@ -58,8 +64,8 @@ pub use client::cuda;
 pub use client::vulkan;
 pub use matrix::{Element, Error, Matrix, PackedActivations, PackedWeight};
 pub use pack::{Amax, divides_exactly, pack_weight};
-pub use quantize::{Residual, quantize};
-pub use route::{MatmulOptions, Route, matmul};
+pub use quantize::{DeviceMask, Residual, quantize};
+pub use route::{MatmulOptions, Route, Routing, grouped_matmul, matmul};
 
 /// Rows of packed buffers are padded to a multiple of this along `k`.
 pub const K_STEP: usize = 64;

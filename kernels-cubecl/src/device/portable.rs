@@ -3,8 +3,8 @@
 //! A cube makes 32 × 32 outputs, 2 × 2 a unit. Both passes of the activations are multiples of one unit and their sum is
 //! exact in f32, so one product serves both: compensation costs the decoding alone.
 use super::format::{e2m1_decode, e4m3_decode, scale_output};
+use super::grouping::{Groups, locate};
 use super::matrix::{PackedActivations, PackedWeight, array};
-use super::route::Group;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -20,7 +20,7 @@ pub(super) fn launch<R: Runtime, Y: Float + CubeElement>(
     client: &ComputeClient<R>,
     x: &PackedActivations,
     w: &PackedWeight,
-    groups: &Group,
+    groups: &Groups,
     y: &Handle,
 ) {
     let kp = x.padded_k();
@@ -37,12 +37,15 @@ pub(super) fn launch<R: Runtime, Y: Float + CubeElement>(
             array(&w.block_scales, w.experts * w.rows * kp / 64),
             array(&w.outer_scales, w.experts),
             array(groups.table(&x.units), groups.table_len()),
-            array(y, x.tokens * w.rows),
+            array(groups.gather(&x.units), groups.gather_len()),
+            array(y, groups.tokens * w.rows),
             x.tokens as u32,
+            groups.tokens as u32,
             w.rows as u32,
             kp as u32,
             x.passes == 2,
             groups.is_grouped(),
+            groups.is_gathered(),
         );
     }
 }
@@ -56,26 +59,21 @@ fn multiply<Y: Float>(
     w_codes: &Array<u32>,
     w_scales: &Array<u32>,
     outer_scales: &Array<f32>,
-    groups: &Array<u32>,
+    table: &Array<u32>,
+    gather: &Array<u32>,
     y: &mut Array<Y>,
+    sources: u32,
     tokens: u32,
     rows: u32,
     kp: u32,
     #[comptime] residual: bool,
     #[comptime] grouped: bool,
+    #[comptime] gathered: bool,
 ) {
-    let tokens = tokens as usize;
+    let sources = sources as usize;
     let rows = rows as usize;
     let kp = kp as usize;
-    let mut expert = 0usize;
-    let mut first = CUBE_POS_Y as usize * TILE;
-    let mut last = tokens;
-    if grouped {
-        let entry = CUBE_POS_Y as usize * 3;
-        expert = groups[entry] as usize;
-        first = groups[entry + 1] as usize;
-        last = groups[entry + 2] as usize;
-    }
+    let (expert, first, last) = locate(table, tokens, TILE, grouped);
     let column = CUBE_POS_X as usize * TILE;
     let unit_x = UNIT_POS_X as usize;
     let unit_y = UNIT_POS_Y as usize;
@@ -92,16 +90,22 @@ fn multiply<Y: Float>(
     let pair = (UNIT_POS as usize % 8) * 2;
     let token = first + line;
     let channel = column + line;
-    for block in 0..kp / DEPTH {
+    let mut source = token;
+    if comptime!(gathered) {
+        source = gather[min(token, tokens as usize - 1)] as usize;
+    }
+    // A tile without tokens costs nothing.
+    let blocks = select(first < last, kp / DEPTH, 0usize);
+    for block in 0..blocks {
         let at = block * DEPTH + pair;
         let mut x0 = 0.0f32;
         let mut x1 = 0.0f32;
         if token < last {
-            let (a, b) = decode_pair(x_codes, x_scales, token, at, kp);
+            let (a, b) = decode_pair(x_codes, x_scales, source, at, kp);
             x0 = a;
             x1 = b;
             if residual {
-                let (a, b) = decode_pair(x_codes, x_scales, token + tokens, at, kp);
+                let (a, b) = decode_pair(x_codes, x_scales, source + sources, at, kp);
                 x0 += a;
                 x1 += b;
             }
@@ -137,7 +141,11 @@ fn multiply<Y: Float>(
         let token = first + unit_y * 2 + comptime!(i / 2);
         let channel = column + unit_x * 2 + comptime!(i % 2);
         if token < last && token < first + TILE && channel < rows {
-            y[token * rows + channel] = Y::cast_from(scale_output(sums[i], units[token], outer));
+            let mut source = token;
+            if comptime!(gathered) {
+                source = gather[token] as usize;
+            }
+            y[token * rows + channel] = Y::cast_from(scale_output(sums[i], units[source], outer));
         }
     }
 }

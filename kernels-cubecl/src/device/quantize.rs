@@ -20,10 +20,36 @@ pub enum Residual {
     None,
     /// Every channel.
     All,
-    /// A fixed mask, `[ceil(k/32)]` words as in [`ResidualMask::words`].
-    Mask(Handle, usize),
+    /// A fixed mask over so many channels.
+    Mask(DeviceMask),
     /// So many units of each row.
     PerToken(Granularity, usize),
+}
+
+/// A fixed mask in device memory.
+#[derive(Clone, Debug)]
+pub struct DeviceMask {
+    /// `[ceil(k/32)]`: [`ResidualMask::words`].
+    words: Handle,
+    /// `[kp/64]`: not 0 where a K step has a bit; none if all have.
+    steps: Option<Handle>,
+    k: usize,
+}
+
+impl DeviceMask {
+    fn new<R: Runtime>(client: &ComputeClient<R>, mask: &ResidualMask) -> Self {
+        let steps: Vec<u32> = mask
+            .words()
+            .chunks(2)
+            .map(|step| u32::from(step.iter().any(|word| *word != 0)))
+            .collect();
+        let sparse = steps.contains(&0);
+        Self {
+            words: upload(client, u32::as_bytes(mask.words())),
+            steps: sparse.then(|| upload(client, u32::as_bytes(&steps))),
+            k: mask.k(),
+        }
+    }
 }
 
 impl Residual {
@@ -42,22 +68,18 @@ impl Residual {
         Activation::Compensated(compensation.clone()).check(k)?;
         Ok(match compensation {
             Compensation::All => Self::All,
-            Compensation::Mask(mask) => Self::mask(client, mask),
+            Compensation::Mask(mask) => Self::Mask(DeviceMask::new(client, mask)),
             Compensation::PerToken { granularity, fraction } => {
                 Self::PerToken(*granularity, unit_count(granularity.units(k), *fraction))
             }
         })
     }
 
-    fn mask<R: Runtime>(client: &ComputeClient<R>, mask: &ResidualMask) -> Self {
-        Self::Mask(upload(client, u32::as_bytes(mask.words())), mask.k())
-    }
-
     fn kind(&self) -> Kind {
         match self {
             Self::None => Kind::None,
             Self::All => Kind::All,
-            Self::Mask(..) => Kind::Mask,
+            Self::Mask(_) => Kind::Mask,
             Self::PerToken(Granularity::Channel, _) => Kind::Channels,
             Self::PerToken(Granularity::Block16, _) => Kind::Blocks16,
             Self::PerToken(Granularity::Block64, _) => Kind::Blocks64,
@@ -126,13 +148,13 @@ pub fn quantize<R: Runtime>(
 ) -> Result<PackedActivations, Error> {
     let (tokens, k) = (x.rows, x.columns);
     Activation::Nvfp4.check(k)?;
-    if let Residual::Mask(_, channels) = residual
-        && *channels != k
+    if let Residual::Mask(mask) = residual
+        && mask.k != k
     {
         return Err(Error::Mismatch {
             what: "channels of a residual mask",
             expected: k,
-            actual: *channels,
+            actual: mask.k,
         });
     }
     let kp = k.next_multiple_of(K_STEP);
@@ -145,6 +167,10 @@ pub fn quantize<R: Runtime>(
         tokens,
         k,
         passes,
+        residual_steps: match residual {
+            Residual::Mask(mask) => mask.steps.clone(),
+            _ => None,
+        },
     };
     if tokens == 0 {
         return Ok(packed);
@@ -205,7 +231,7 @@ fn launch<R: Runtime, F: Numeric + CubeElement>(
     };
     let (tokens, kp) = (packed.tokens, packed.padded_k());
     let (mask, mask_words, count) = match residual {
-        Residual::Mask(mask, k) => (mask, k.div_ceil(32), 0),
+        Residual::Mask(mask) => (&mask.words, mask.k.div_ceil(32), 0),
         Residual::PerToken(_, count) => (&packed.units, 1, *count),
         Residual::None | Residual::All => (&packed.units, 1, 0),
     };

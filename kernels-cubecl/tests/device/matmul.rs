@@ -1,7 +1,7 @@
 //! Every route agrees with the host within the bound of the design, and a row's bits depend on that row alone.
 use crate::{Client, Random, client, download, upload};
 use kernels_cubecl::device::{Element, MatmulOptions, PackedWeight, Residual, Route, matmul, quantize};
-use kernels_cubecl::{Compensation, Nvfp4Weight, WeightLayout, WeightView, host};
+use kernels_cubecl::{Compensation, Granularity, Nvfp4Weight, ResidualMask, WeightLayout, WeightView, host};
 
 pub fn routes(client: &Client) -> Vec<Route> {
     Route::ALL
@@ -202,4 +202,89 @@ fn operands_that_do_not_fit_are_named() {
         error.to_string(),
         "contraction length of the activations: expected 64, got 32"
     );
+}
+
+/// The shapes that large models have, and with them every launch plan; outputs of a sample of the weight's rows.
+#[test]
+#[cfg(feature = "cuda")]
+fn large_shapes_agree_with_the_host() {
+    let Some(client) = client() else { return };
+    let shapes = [
+        (3, 8192, 8192),
+        (8, 8192, 8192),
+        (16, 8192, 8192),
+        (8, 4096, 4096),
+        (16, 4096, 4096),
+        (64, 2048, 2048),
+    ];
+    for (tokens, rows, k) in shapes.into_iter().chain([(300, 5000, 1040), (1100, 2056, 1024)]) {
+        let mut random = Random::new(11);
+        let w = Nvfp4Weight {
+            rows,
+            k,
+            codes: (0..rows * k / 2).map(|_| random.bits() as u8).collect(),
+            block_scales: (0..rows * k / 16)
+                .map(|_| (0x18 + random.bits() % 0x30) as u8)
+                .collect(),
+            outer_scale: kernels_cubecl::OuterScale::Multiply(3e-4),
+        };
+        let device_w = PackedWeight::from_host(&client, &[w.view()]).unwrap();
+        let sample: Vec<usize> = (0..41).map(|i| i * 1237 % rows).chain([rows - 1]).collect();
+        let part = |bytes: &[u8]| {
+            let per_row = bytes.len() / rows;
+            sample
+                .iter()
+                .flat_map(|row| bytes[row * per_row..][..per_row].to_vec())
+                .collect::<Vec<_>>()
+        };
+        let part = Nvfp4Weight {
+            rows: sample.len(),
+            codes: part(&w.codes),
+            block_scales: part(&w.block_scales),
+            ..w
+        };
+        let x = random.activations(tokens, k);
+        let matrix = upload(&client, Element::F32, &x, tokens, k);
+        for compensation in [None, Some(Compensation::All)] {
+            let residual = Residual::new(&client, compensation.as_ref(), k).unwrap();
+            let packed = quantize(&client, &matrix, &residual).unwrap();
+            let xq = host::quantize_activations(&x, tokens, k, compensation.as_ref())
+                .unwrap()
+                .decode();
+            for route in routes(&client) {
+                let y = download(&client, &matmul(&client, &packed, &device_w, options(route)).unwrap());
+                let y: Vec<f32> = y.chunks(rows).flat_map(|row| sample.iter().map(|n| row[*n])).collect();
+                let name = format!("{route:?}, {tokens} x {rows} x {k}, {compensation:?}");
+                assert_within_bound(&name, &y, &xq, &decode(&part), k);
+            }
+        }
+    }
+}
+
+/// A fixed mask by blocks of 64: K steps without a bit are skipped, and nothing changes.
+#[test]
+fn steps_outside_the_mask_are_skipped() {
+    let Some(client) = client() else { return };
+    let (tokens, rows, k) = (40, 96, 1024);
+    let w = pack(rows, k, 12);
+    let device_w = PackedWeight::from_host(&client, &[w.view()]).unwrap();
+    let x = Random::new(13).activations(tokens, k);
+    let matrix = upload(&client, Element::F32, &x, tokens, k);
+    let units: Vec<bool> = (0..k / 64).map(|i| i % 3 == 1).collect();
+    let mask = ResidualMask::from_units(&units, k, Granularity::Block64);
+    let compensation = Compensation::Mask(mask);
+    let packed = quantize(
+        &client,
+        &matrix,
+        &Residual::new(&client, Some(&compensation), k).unwrap(),
+    )
+    .unwrap();
+    assert!(packed.residual_steps.is_some());
+    let xq = host::quantize_activations(&x, tokens, k, Some(&compensation))
+        .unwrap()
+        .decode();
+    for route in routes(&client) {
+        let y = download(&client, &matmul(&client, &packed, &device_w, options(route)).unwrap());
+        assert_within_bound(&format!("{route:?}"), &y, &xq, &decode(&w), k);
+    }
 }

@@ -1,0 +1,145 @@
+//! Writes the CUDA source that CubeCL makes of every kernel, for sm_90, sm_100 and sm_120, without a GPU:
+//!
+//! ```text
+//! cargo run --release -p kernels-cubecl --features offline --example cuda_sources -- DIRECTORY
+//! ```
+//!
+//! The kernels are launched through the crate's own entry points on a runtime that only compiles.
+mod offline;
+
+use cubecl::prelude::*;
+use kernels_cubecl::device::{
+    Amax, Element, MatmulOptions, Matrix, PackedActivations, PackedWeight, Residual, Route, Routing, grouped_matmul,
+    matmul, pack_weight, quantize,
+};
+use kernels_cubecl::{Compensation, Granularity, ResidualMask, WeightLayout};
+use offline::{Architecture, OfflineCuda, SOURCES};
+
+type Client = ComputeClient<OfflineCuda>;
+
+fn main() -> std::io::Result<()> {
+    let directory = std::env::args().nth(1).unwrap_or_else(|| "cuda_sources".into());
+    std::fs::create_dir_all(&directory)?;
+    for arch in [90, 100, 120] {
+        let client = OfflineCuda::client(&Architecture(arch));
+        quantizers(&client);
+        packers(&client);
+        for route in Route::ALL.into_iter().filter(|route| route.is_available(&client)) {
+            matmuls(&client, route);
+        }
+    }
+    for (index, source) in SOURCES.lock().unwrap().iter().enumerate() {
+        let name = format!(
+            "{directory}/{index:03}_{}.sm{}.s{}.cu",
+            source.name, source.arch, source.shared
+        );
+        std::fs::write(name, &source.source)?;
+    }
+    Ok(())
+}
+
+/// Names the sources since the last call.
+fn label(client: &Client, name: &str) {
+    let _ = client.flush();
+    cubecl::future::block_on(client.sync()).expect("the queue is empty");
+    for source in SOURCES
+        .lock()
+        .unwrap()
+        .iter_mut()
+        .rev()
+        .take_while(|source| !source.name.contains('-'))
+    {
+        source.name = format!("{name}-{}", source.name);
+    }
+}
+
+fn matrix(client: &Client, element: Element, rows: usize, columns: usize) -> Matrix {
+    Matrix::contiguous(client.empty(rows * columns * element.size()), element, rows, columns)
+}
+
+fn quantizers(client: &Client) {
+    let k = 8192;
+    let per_token = |granularity| Compensation::PerToken {
+        granularity,
+        fraction: 0.5,
+    };
+    let compensations = [
+        ("plain", None),
+        ("all", Some(Compensation::All)),
+        (
+            "mask",
+            Some(Compensation::Mask(ResidualMask::from_channels(&vec![true; k]))),
+        ),
+        ("channels", Some(per_token(Granularity::Channel))),
+        ("blocks64", Some(per_token(Granularity::Block64))),
+    ];
+    for element in [Element::F32, Element::F16, Element::BF16] {
+        for (name, compensation) in &compensations {
+            let residual = Residual::new(client, compensation.as_ref(), k).expect("k is aligned");
+            quantize(client, &matrix(client, element, 4, k), &residual).expect("k is aligned");
+            label(client, &format!("quantize_{element:?}_{name}"));
+        }
+    }
+}
+
+fn packers(client: &Client) {
+    for layout in [WeightLayout::RowMajor, WeightLayout::Transposed] {
+        let w = client.empty(64 * 64 * 4);
+        let amax = Amax::new(client, 1);
+        amax.include(client, &w, 64 * 64);
+        pack_weight(client, &w, [1, 64, 64], layout, &amax).expect("k is aligned");
+        label(client, &format!("pack_{layout:?}"));
+    }
+}
+
+fn matmuls(client: &Client, route: Route) {
+    let x = |tokens: usize, k: usize, passes: usize| PackedActivations {
+        codes: client.empty(passes * tokens * k / 2),
+        block_scales: client.empty(passes * tokens * k / 16),
+        units: client.empty(4 * tokens),
+        tokens,
+        k,
+        passes,
+        residual_steps: None,
+    };
+    let w = |experts: usize, rows: usize, k: usize| PackedWeight {
+        codes: client.empty(experts * rows * k / 2),
+        block_scales: client.empty(experts * rows * k / 16),
+        outer_scales: client.empty(4 * experts),
+        experts,
+        rows,
+        k,
+    };
+    let options = MatmulOptions {
+        route: Some(route),
+        output: Element::BF16,
+    };
+    for passes in [1, 2] {
+        for (tokens, size) in [
+            (1, 8192),
+            (8, 8192),
+            (16, 8192),
+            (8, 4096),
+            (16, 4096),
+            (64, 2048),
+            (4096, 4096),
+        ] {
+            if route == Route::Decode && tokens > 16 {
+                continue;
+            }
+            matmul(client, &x(tokens, size, passes), &w(1, size, size), options).expect("operands fit");
+            label(client, &format!("{route:?}_{tokens}x{size}_passes{passes}"));
+        }
+        let routing = Routing {
+            counts: client.empty(4 * 128),
+            tokens: 512,
+            gather: Some(client.empty(4 * 512)),
+        };
+        grouped_matmul(client, &x(64, 2048, passes), &w(128, 1536, 2048), &routing, options).expect("operands fit");
+        label(client, &format!("{route:?}_grouped_passes{passes}"));
+        let mut sparse = x(256, 1024, 2);
+        sparse.residual_steps = Some(client.empty(4 * 16));
+        matmul(client, &sparse, &w(1, 1024, 1024), options).expect("operands fit");
+        label(client, &format!("{route:?}_sparse"));
+    }
+}
