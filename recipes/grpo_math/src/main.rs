@@ -4,7 +4,7 @@ use clap::Parser;
 use grpo_math::{
     checkpoints::Checkpoints,
     cli::{Cli, Command, GapArgs, RunArgs},
-    config::{Config, Layers},
+    config::{Config, Diverged, Layers},
     console,
     finish::{self, Activity},
     gap,
@@ -17,7 +17,7 @@ use grpo_math::{
     session,
     start::Start,
 };
-use std::process::ExitCode;
+use std::{io::IsTerminal, process::ExitCode};
 use tracing_subscriber::{
     Layer,
     filter::{LevelFilter, Targets},
@@ -55,6 +55,7 @@ fn start_logging(verbose: bool) {
     let asked = std::env::var("RUST_LOG").ok().and_then(|targets| targets.parse().ok());
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
         // It would tell of them on the very stream that failed, and panic.
         .log_internal_errors(false);
     let targets = asked.unwrap_or_else(|| Targets::new().with_default(default));
@@ -85,9 +86,10 @@ fn start(arguments: &RunArgs) -> Result<ExitCode> {
 /// The error of a run that failed on its way, with the way to go on where there is one.
 fn failed(start: &Start, error: Error) -> Error {
     let folder = &start.folder;
+    let diverged = error.is::<Diverged>();
     let error = error.context(format!("the run in {} failed", folder.path().display()));
     match Checkpoints::new(folder.checkpoints()).positions() {
-        Ok(positions) if !positions.is_empty() => anyhow!(
+        Ok(positions) if !positions.is_empty() && !diverged => anyhow!(
             "{}\nIts checkpoints are kept. When the cause is gone, this goes on from the last one:\n\n  {}\n",
             console::explain(&error),
             finish::continue_command(folder, &start.config, false)

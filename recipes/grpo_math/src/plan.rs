@@ -25,9 +25,14 @@ pub fn rows(config: &Config, problems: &Problems, parameters: usize) -> Vec<(Str
         row(
             "model",
             format!(
-                "mixture of experts, {} parameters: {} layers, hidden {}, {} experts of which a token uses {}",
+                "mixture of experts, {} parameters: {} {}, hidden {}, {} experts of which a token uses {}",
                 thousands(parameters),
                 model.num_hidden_layers,
+                if model.num_hidden_layers == 1 {
+                    "layer"
+                } else {
+                    "layers"
+                },
                 model.hidden_size,
                 model.num_experts,
                 model.num_experts_per_tok

@@ -48,7 +48,7 @@ fn wrong_settings_are_refused_with_the_key() {
         &[
             "run.seed = 18446744073709551615",
             "a whole number",
-            "to 9223372036854775807",
+            "at most 9223372036854775807",
         ],
     );
     refused(

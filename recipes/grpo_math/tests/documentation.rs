@@ -152,7 +152,11 @@ fn run(line: &str, page: &str, folder: &Path, settings_file: &str, done: &mut BT
         }
     }
     if let Some(file) = after("--config") {
-        fs::write(folder.join(file), settings_file).unwrap();
+        // The one written down above it, or that of a run made before.
+        let file = folder.join(file);
+        if !file.exists() {
+            fs::write(file, settings_file).unwrap();
+        }
     }
     let mut command = binary();
     command.args(&arguments);

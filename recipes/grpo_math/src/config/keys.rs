@@ -1,5 +1,4 @@
 //! The learner's names of its settings, as the names that users give them.
-use anyhow::anyhow;
 use burn_quads::grpo::GrpoError;
 
 use super::{ConfigError, Layers};
@@ -37,18 +36,33 @@ pub(super) fn refuse(layers: &Layers, error: &GrpoError) -> ConfigError {
     layers.refuse("grpo.loss", format!("settings that agree: {error}"))
 }
 
+/// Training that diverged. Going on from the last checkpoint would end the same.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "training diverged at step {step}: {consecutive} updates in a row had a {quantity} that is not finite; start a new run \
+     with a lower {learning_rate}"
+)]
+pub struct Diverged {
+    step: usize,
+    consecutive: usize,
+    quantity: &'static str,
+    learning_rate: &'static str,
+}
+
 /// An error of a learner's step; a divergence names the setting of its learning rate.
-pub fn step_error(error: GrpoError, learning_rate: &str) -> anyhow::Error {
+pub fn step_error(error: GrpoError, learning_rate: &'static str) -> anyhow::Error {
     match error {
         GrpoError::Diverged {
             consecutive,
             quantity,
             step,
-        } => anyhow!(
-            "training diverged at step {}: {consecutive} updates in a row had a {quantity} that is not finite; start a new \
-             run with a lower {learning_rate}",
-            step + 1
-        ),
+        } => Diverged {
+            step: step + 1,
+            consecutive,
+            quantity,
+            learning_rate,
+        }
+        .into(),
         error => error.into(),
     }
 }
@@ -75,7 +89,11 @@ mod tests {
             ),
             (
                 &["grpo.clip_two_sided=1.1"],
-                "grpo.clip_two_sided = 1.1 (from --set): expected a finite number above 1 + grpo.clip_high (1.2",
+                "grpo.clip_two_sided = 1.1 (from --set): expected 0, or above 1.28 (1 + the upper clip, grpo.clip_high)",
+            ),
+            (
+                &["grpo.clip_two_sided=1.3", "grpo.clip_high=0.3"],
+                "grpo.clip_two_sided = 1.3 (from --set): expected 0, or above 1.3 (1 + the upper clip, grpo.clip_high)",
             ),
             (
                 &["grpo.clip_two_sided=3", "grpo.loss=cispo"],

@@ -50,7 +50,11 @@ impl Layers {
     pub fn lay_text(&mut self, text: &str, origin: &str) -> Result<(), ConfigError> {
         let table: Table = text.parse().map_err(|error: toml::de::Error| ConfigError::Syntax {
             origin: origin.into(),
-            message: error.to_string().trim_end().into(),
+            // It means that the integers of TOML have a sign.
+            message: error.to_string().trim_end().replace(
+                "u64 value was too large",
+                &format!("expected a whole number, at most {}", i64::MAX),
+            ),
         })?;
         self.lay_table("", table, origin)
     }
@@ -87,7 +91,10 @@ impl Layers {
                 key: key.into(),
                 value: text.into(),
                 origin: origin.into(),
-                expected: format!("{} from {} to {}", type_name(default), i64::MIN, i64::MAX),
+                expected: match text.starts_with('-') {
+                    true => format!("{}, at least {}", type_name(default), i64::MIN),
+                    false => format!("{}, at most {}", type_name(default), i64::MAX),
+                },
             });
         }
         let value = match (self.values.get(key), parsed) {
@@ -371,6 +378,28 @@ mod tests {
             "grpo = one value (from --set): expected settings, as grpo.… = …"
         );
         assert_eq!(refused("grpo.steps"), "--set grpo.steps: expected section.key=value");
+    }
+
+    #[test]
+    fn whole_numbers_beyond_64_bits_are_refused_with_the_bound() {
+        assert_eq!(
+            refused("run.seed=18446744073709551615"),
+            "run.seed = 18446744073709551615 (from --set): expected a whole number, at most 9223372036854775807"
+        );
+        assert_eq!(
+            refused("run.seed=-99999999999999999999"),
+            "run.seed = -99999999999999999999 (from --set): expected a whole number, at least -9223372036854775808"
+        );
+        assert_eq!(
+            refused("run.seed=-"),
+            "run.seed = \"-\" (from --set): expected a whole number"
+        );
+        let file = Layers::defaults().lay_text("[run]\nseed = 18446744073709551615", "mine.toml");
+        let error = file.unwrap_err().to_string();
+        assert!(
+            error.contains("line 2") && error.ends_with("expected a whole number, at most 9223372036854775807"),
+            "{error}"
+        );
     }
 
     #[test]

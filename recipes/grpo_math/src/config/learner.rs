@@ -130,6 +130,14 @@ impl LearnerConfig {
                 format!("at most the {minibatch} rows of a minibatch"),
             ));
         }
+        let loss = &self.grpo.loss;
+        let upper_clip = 1.0 + loss.epsilons().1 as f32;
+        if loss.kind != LossKind::Cispo && loss.delta.is_some_and(|delta| delta <= upper_clip) {
+            return Err(layers.refuse(
+                "grpo.clip_two_sided",
+                format!("0, or above {upper_clip} (1 + the upper clip, grpo.clip_high)"),
+            ));
+        }
         // What is left are bounds of a loss, which its own check knows.
         self.grpo.validate().map_err(|error| keys::refuse(layers, &error))
     }

@@ -12,7 +12,7 @@ mod sections;
 mod suggest;
 mod task;
 
-pub use keys::step_error;
+pub use keys::{Diverged, step_error};
 pub use layers::{DEFAULTS, Layers};
 pub use learner::LearnerConfig;
 pub use model::ModelConfig;
