@@ -7,8 +7,7 @@ use burn::{
 use burn_nvfp4::{
     Nvfp4, OuterScaleConvention, PackError, Precision,
     checkpoint::{
-        CheckpointFormat, CheckpointLayer, ExportedWeight, LayerName, Nvfp4Folder, QuantizationScheme, load_linear,
-        load_stack,
+        CheckpointFormat, CheckpointLayer, ExportedWeight, LayerName, Nvfp4Folder, QuantizationScheme, load_weight,
     },
     pack, packed_weight,
     safetensors_file::{SafetensorsFile, SafetensorsFolder, SafetensorsWriter},
@@ -192,7 +191,7 @@ fn a_layer_becomes_a_packed_weight_as_it_is() {
     for name in ["compressed_tensors/w4a16", "modelopt/w4a4"] {
         let folder = checkpoint(name);
         let layer = folder.layer("model.layers.1.self_attn.k_proj").unwrap().unwrap();
-        let tensor = load_linear::<Flex>(&layer, &Precision::W4A4, None, &Default::default()).unwrap();
+        let tensor = load_weight::<Flex, 2>(&[&[layer.clone()]], &Precision::W4A4, None, &Default::default()).unwrap();
         assert_eq!(tensor.dims(), [64, 32]);
         let packed = packed_weight(&tensor).unwrap();
         assert_eq!(
@@ -219,7 +218,7 @@ fn experts_become_one_stack_with_gate_before_up() {
     };
     let stack = |layers: &[Vec<CheckpointLayer<'_>>]| {
         let groups: Vec<&[CheckpointLayer<'_>]> = layers.iter().map(Vec::as_slice).collect();
-        load_stack::<Flex>(&groups, &Precision::W4A16, None, &Default::default())
+        load_weight::<Flex, 3>(&groups, &Precision::W4A16, None, &Default::default())
     };
     let both = layers(&["gate_proj", "up_proj"]);
     let tensor = stack(&both).unwrap();
@@ -297,7 +296,7 @@ fn a_packed_weight_goes_out_and_comes_back_as_it_is() {
             .map(|expert| [layer(expert, "gate"), layer(expert, "up")])
             .collect();
         let groups: Vec<&[CheckpointLayer<'_>]> = read.iter().map(|pair| &pair[..]).collect();
-        let read = load_stack::<Flex>(&groups, &Precision::W4A16, None, &device).unwrap();
+        let read = load_weight::<Flex, 3>(&groups, &Precision::W4A16, None, &device).unwrap();
         let read = packed_weight(&read).unwrap();
         assert_eq!(read.codes(), packed.codes(), "{format}");
         assert_eq!(read.block_scales(), packed.block_scales(), "{format}");

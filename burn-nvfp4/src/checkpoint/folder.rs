@@ -23,9 +23,9 @@ pub struct Nvfp4Folder {
     path: PathBuf,
     scheme: QuantizationScheme,
     files: SafetensorsFolder,
-    /// Module and which of its tensors there are.
+    /// Those that are packed.
     modules: BTreeSet<String>,
-    /// Module and part of each tensor of a packed layer.
+    /// The module of each tensor of a packed layer.
     parts: BTreeMap<String, String>,
 }
 
@@ -80,6 +80,11 @@ impl Nvfp4Folder {
         self.modules.iter().map(String::as_str)
     }
 
+    /// Whether a module is packed.
+    pub fn is_packed(&self, module: &str) -> bool {
+        self.modules.contains(module)
+    }
+
     /// The packed module that a tensor belongs to.
     pub fn module_of(&self, tensor: &str) -> Option<&str> {
         self.parts.get(tensor).map(String::as_str)
@@ -91,7 +96,7 @@ impl Nvfp4Folder {
     /// When a tensor has another type or shape than the format says, an outer scale is no positive number, a block scale
     /// is negative or NaN, or values decode beyond the range of f32.
     pub fn layer(&self, module: &str) -> Result<Option<CheckpointLayer<'_>>, SafetensorsError> {
-        if !self.modules.contains(module) {
+        if !self.is_packed(module) {
             return Ok(None);
         }
         let tensors = LayerTensors {

@@ -4,7 +4,7 @@ use crate::{
     safetensors_file::{Dtype, SafetensorsError, SafetensorsWriter, TensorSpec},
 };
 use kernels_cubecl::{BLOCK, OuterScale};
-use std::{fmt, str::FromStr};
+use std::{borrow::Cow, fmt, str::FromStr};
 
 use super::layer::{CheckpointLayer, divisor, multiplier};
 
@@ -95,22 +95,29 @@ impl CheckpointFormat {
         parts.map(spec).collect()
     }
 
-    /// Writes a packed layer to a file that was made to hold its [`tensor_specs`](Self::tensor_specs). Codes and block
-    /// scales go out as they are; a scale of the other convention is inverted.
+    /// The tensors of a packed layer, by name. Codes and block scales go out as they are; a scale of the other convention is
+    /// inverted.
+    pub fn tensors<'a>(self, layer: &CheckpointLayer<'a>) -> Vec<(String, Cow<'a, [u8]>)> {
+        let scale = |scale| Cow::Owned(self.scale_value(scale).to_le_bytes().to_vec());
+        let part = |part| {
+            let bytes = match part {
+                Part::Codes => Cow::Borrowed(layer.weight.codes),
+                Part::BlockScales => Cow::Borrowed(layer.weight.block_scales),
+                Part::OuterScale => scale(layer.weight.outer_scale),
+                Part::InputScale => scale(layer.input_scale?),
+            };
+            Some((format!("{}.{}", layer.module, self.part_name(part)), bytes))
+        };
+        PARTS.into_iter().filter_map(part).collect()
+    }
+
+    /// Writes a packed layer to a file that was made to hold its [`tensor_specs`](Self::tensor_specs).
     ///
     /// # Errors
     /// As [`SafetensorsWriter::write`].
     pub fn write(self, writer: &mut SafetensorsWriter, layer: &CheckpointLayer<'_>) -> Result<(), SafetensorsError> {
-        let name = |part| format!("{}.{}", layer.module, self.part_name(part));
-        writer.write(&name(Part::Codes), layer.weight.codes)?;
-        writer.write(&name(Part::BlockScales), layer.weight.block_scales)?;
-        let outer_scale = self.scale_value(layer.weight.outer_scale);
-        writer.write(&name(Part::OuterScale), &outer_scale.to_le_bytes())?;
-        if let Some(input_scale) = layer.input_scale {
-            let input_scale = self.scale_value(input_scale);
-            writer.write(&name(Part::InputScale), &input_scale.to_le_bytes())?;
-        }
-        Ok(())
+        let mut tensors = self.tensors(layer).into_iter();
+        tensors.try_for_each(|(name, bytes)| writer.write(&name, &bytes))
     }
 }
 

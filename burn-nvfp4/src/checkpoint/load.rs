@@ -11,33 +11,22 @@ use crate::{
 
 use super::layer::CheckpointLayer;
 
-/// A layer as a packed weight `[d_in, d_out]`.
+/// Layers as a packed weight `[d_in, d_out]`, or a stack of them `[groups, d_in, d_out]`: the experts of a mixture. The layers
+/// of a group lie side by side along `d_out`, gate before up.
 ///
 /// # Errors
-/// When the precision is not one of NVFP4 weights, or does not fit the layer.
-pub fn load_linear<B: Nvfp4Backend>(
-    layer: &CheckpointLayer<'_>,
-    precision: &Precision,
-    mask: Option<&ResidualMask>,
-    device: &Device<B>,
-) -> Result<Tensor<Nvfp4<B>, 2>, PackError> {
-    let weight = stack(std::slice::from_ref(&std::slice::from_ref(layer)), 2, device)?;
-    activated(weight, precision, mask).map(quantized)
-}
-
-/// Layers as a stack of packed weights `[groups, d_in, d_out]`: the experts of a mixture. The layers of a group lie side by
-/// side along `d_out`, gate before up.
+/// When the layers of a group have different outer scales, which one weight cannot have, shapes or conventions differ, or
+/// the precision is not one of NVFP4 weights or does not fit `d_in`.
 ///
-/// # Errors
-/// As [`load_linear`], and when the layers of a group have different outer scales, which one weight cannot have, or
-/// shapes or conventions differ.
-pub fn load_stack<B: Nvfp4Backend>(
+/// # Panics
+/// When there is no layer, or there are several groups for a tensor of two dimensions.
+pub fn load_weight<B: Nvfp4Backend, const D: usize>(
     groups: &[&[CheckpointLayer<'_>]],
     precision: &Precision,
     mask: Option<&ResidualMask>,
     device: &Device<B>,
-) -> Result<Tensor<Nvfp4<B>, 3>, PackError> {
-    activated(stack(groups, 3, device)?, precision, mask).map(quantized)
+) -> Result<Tensor<Nvfp4<B>, D>, PackError> {
+    activated(stack(groups, D, device)?, precision, mask).map(quantized)
 }
 
 fn activated<B: Nvfp4Backend>(
@@ -60,13 +49,9 @@ fn stack<B: Nvfp4Backend>(
     rank: usize,
     device: &Device<B>,
 ) -> Result<PackedWeight<B>, PackError> {
-    let d_in = groups
-        .first()
-        .and_then(|layers| layers.first())
-        .map_or(0, |layer| layer.weight.k);
-    let d_out = groups
-        .first()
-        .map_or(0, |layers| layers.iter().map(|layer| layer.weight.rows).sum());
+    let first = &groups[0][0];
+    let d_in = first.weight.k;
+    let d_out: usize = groups[0].iter().map(|layer| layer.weight.rows).sum();
     let rows = groups.len() * d_out;
     let mut codes = Vec::with_capacity(rows * d_in / 2);
     let mut block_scales = Vec::with_capacity(rows * d_in / BLOCK);
@@ -74,7 +59,7 @@ fn stack<B: Nvfp4Backend>(
     let mut convention = None;
     for layers in groups {
         let differ = |index: usize, reason: String| PackError::Stack {
-            first: groups[0][0].module.clone(),
+            first: first.module.clone(),
             other: layers[index].module.clone(),
             reason,
         };

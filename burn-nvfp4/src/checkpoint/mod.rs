@@ -31,6 +31,6 @@ pub use export::ExportedWeight;
 pub use folder::Nvfp4Folder;
 pub use format::CheckpointFormat;
 pub use layer::{CheckpointLayer, divisor, multiplier};
-pub use load::{load_linear, load_stack};
+pub use load::load_weight;
 pub use names::{LayerName, Projection};
 pub use scheme::{QuantizationScheme, SchemeError};

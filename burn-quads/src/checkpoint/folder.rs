@@ -2,7 +2,10 @@
 use std::path::{Path, PathBuf};
 
 use burn::tensor::backend::Backend;
-use burn_nvfp4::safetensors_file::{Dtype, SafetensorsError, SafetensorsFolder, regular_file, strict_json};
+use burn_nvfp4::{
+    PackError,
+    safetensors_file::{Dtype, FileTensor, SafetensorsError, SafetensorsFolder, regular_file, strict_json},
+};
 use serde_json::{Map, Value};
 
 use super::{
@@ -10,8 +13,9 @@ use super::{
     load::{LoadProgress, load_files},
 };
 use crate::modules::{
-    moe::QuadsMoe,
+    moe::{PrecisionError, QuadsMoe},
     moe_config::{ConfigError, QuadsMoeConfig},
+    residual_masks::MaskError,
 };
 
 pub(super) const CONFIG: &str = "config.json";
@@ -68,6 +72,20 @@ pub enum OpenError {
     /// The weights do not fit the configuration.
     #[error(transparent)]
     Weights(#[from] CheckpointError),
+    /// Packed weights cannot run in the precision.
+    #[error(transparent)]
+    Precision(#[from] PrecisionError),
+    /// The masks belong to another model.
+    #[error(transparent)]
+    Masks(#[from] MaskError),
+    /// A packed weight cannot be one of the model's.
+    #[error("{parameter}: {source}")]
+    Packed {
+        /// Path of the parameter.
+        parameter: String,
+        /// What is wrong with it.
+        source: PackError,
+    },
 }
 
 impl ModelFolder {
@@ -148,25 +166,36 @@ impl ModelFolder {
         device: &B::Device,
         mut progress: impl FnMut(LoadProgress<'_>),
     ) -> Result<QuadsMoe<B>, OpenError> {
+        if self.quantization_config().is_some() {
+            let problem = "quantization_config: the weights are quantized; load them with `load_packed`";
+            return Err(self.refuse_config(problem));
+        }
         self.check_sizes()?;
         let model = self.config.init(device);
         Ok(load_files(model, &self.files, &self.path, &mut progress)?)
     }
 
-    /// Whether the model that the configuration describes can be that of the files, before anything is made for it.
-    fn check_sizes(&self) -> Result<(), OpenError> {
-        let refuse = |problem: String| {
-            let path = self.path.join(CONFIG);
-            OpenError::Setting { path, problem }
-        };
-        if self.quantization_config().is_some() {
-            let problem =
-                "quantization_config: the weights are quantized, and only F32, BF16 and F16 can be loaded here";
-            return Err(refuse(problem.into()));
+    /// An error about `config.json`.
+    pub(super) fn refuse_config(&self, problem: impl Into<String>) -> OpenError {
+        OpenError::Setting {
+            path: self.path.join(CONFIG),
+            problem: problem.into(),
         }
+    }
+
+    /// Whether the model that the configuration describes can be that of the files, before anything is made for it.
+    pub(super) fn check_sizes(&self) -> Result<(), OpenError> {
+        let refuse = |problem: String| self.refuse_config(problem);
         let config = &self.config;
-        let held = |shape: &[usize]| shape.iter().fold(1u64, |n, d| n.saturating_mul(*d as u64));
-        let held: u64 = self.files.tensors().map(|tensor| held(tensor.shape())).sum();
+        // A byte of packed codes holds two.
+        let held = |tensor: FileTensor<'_>| {
+            let values = if tensor.dtype() == Dtype::U8 { 2 } else { 1 };
+            tensor
+                .shape()
+                .iter()
+                .fold(values, |n: u64, d| n.saturating_mul(*d as u64))
+        };
+        let held: u64 = self.files.tensors().map(held).fold(0, u64::saturating_add);
         // A weight or two that are missing are listed later, by name.
         let plausible = |n: u64| n <= held.saturating_mul(2).saturating_add(1 << 20);
         match config.num_params() {

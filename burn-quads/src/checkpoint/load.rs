@@ -43,7 +43,7 @@ pub(super) fn load_files<B: Backend>(
         tensors: BTreeMap::new(),
     };
     model.visit(&mut expected);
-    let problems = mismatches(files, &expected.tensors, config.tie_word_embeddings);
+    let problems = mismatches(files, &expected.tensors, config.tie_word_embeddings, |_| false);
     if !problems.is_empty() {
         return Err(CheckpointError::Mismatch {
             path: origin.into(),
@@ -64,14 +64,14 @@ pub(super) fn load_files<B: Backend>(
 
 /// What the tensors of the parameter at `path` are called in `files`.
 #[derive(Clone)]
-struct Names<'a> {
-    config: &'a QuadsMoeConfig,
-    files: &'a SafetensorsFolder,
-    path: ParamPath,
+pub(super) struct Names<'a> {
+    pub config: &'a QuadsMoeConfig,
+    pub files: &'a SafetensorsFolder,
+    pub path: ParamPath,
 }
 
 impl Names<'_> {
-    fn parts(&self, shape: &[usize]) -> Vec<Part> {
+    pub(super) fn parts(&self, shape: &[usize]) -> Vec<Part> {
         parts(self.config, &self.path, shape, |fused| match self.files.tensor(fused) {
             Some(_) => ExpertNaming::Fused,
             None => ExpertNaming::PerExpert,
@@ -102,7 +102,13 @@ impl<B: Backend> ModuleVisitor<B> for Expected<'_> {
 const HEAD: &str = "lm_head.weight";
 const EMBEDDING: &str = "model.embed_tokens.weight";
 
-fn mismatches(files: &SafetensorsFolder, expected: &BTreeMap<String, Vec<usize>>, tied: bool) -> Vec<String> {
+/// One line for each tensor that is missing, of another shape or type, or neither expected nor known otherwise.
+pub(super) fn mismatches(
+    files: &SafetensorsFolder,
+    expected: &BTreeMap<String, Vec<usize>>,
+    tied: bool,
+    known: impl Fn(&str) -> bool,
+) -> Vec<String> {
     let mut problems = vec![];
     for (name, shape) in expected {
         match files.tensor(name) {
@@ -116,7 +122,8 @@ fn mismatches(files: &SafetensorsFolder, expected: &BTreeMap<String, Vec<usize>>
             Some(_) => {}
         }
     }
-    for tensor in files.tensors().filter(|tensor| !expected.contains_key(tensor.name())) {
+    let unknown = |name: &str| !expected.contains_key(name) && !known(name);
+    for tensor in files.tensors().filter(|tensor| unknown(tensor.name())) {
         // Some writers store a tied head once more.
         let embedding = files.tensor(EMBEDDING).filter(|_| tied && tensor.name() == HEAD);
         match embedding {

@@ -12,8 +12,9 @@
 //! | `lm_head` `[hidden, vocab]` | `lm_head.weight` `[vocab, hidden]`; absent when tied |
 //!
 //! Two forms: [`save`] and [`load`] keep a model in training, one file of f32; [`ModelFolder`] and [`save_folder`] are for
-//! folders of the Hub, with their configuration, shards and 16-bit floats. In reading order: `parts` (the table above),
-//! `load`, `save`, `config_json`, [`ModelFolder`], [`save_folder`].
+//! folders of the Hub, with their configuration, shards and 16-bit floats; [`ModelFolder::load_packed`] and
+//! [`save_packed_folder`] for folders whose weights are packed to NVFP4. In reading order: `parts` (the table above),
+//! `load`, `save`, `config_json`, [`ModelFolder`], [`save_folder`], `load_packed`, `save_packed`.
 //!
 //! Residual masks lie in a file of their own ([`ResidualMasks::save`]).
 //!
@@ -21,10 +22,12 @@
 mod config_json;
 mod folder;
 mod load;
+mod load_packed;
 mod param_path;
 mod parts;
 mod save;
 mod save_folder;
+mod save_packed;
 
 pub use folder::{ModelFolder, OpenError};
 pub use load::LoadProgress;
@@ -32,6 +35,7 @@ pub(crate) use param_path::ParamPath;
 pub use param_path::named_param_ids;
 pub use parts::ExpertNaming;
 pub use save_folder::{FolderFormat, SaveFolderError, save_folder};
+pub use save_packed::{PackedFormat, save_packed_folder};
 
 use std::{
     collections::BTreeMap,
@@ -39,7 +43,10 @@ use std::{
 };
 
 use burn::tensor::{DType, backend::Backend};
-use burn_nvfp4::safetensors_file::{Dtype, SafetensorsError, SafetensorsFolder, SafetensorsWriter};
+use burn_nvfp4::{
+    WeightFormat,
+    safetensors_file::{Dtype, SafetensorsError, SafetensorsFolder, SafetensorsWriter},
+};
 
 use crate::modules::moe::QuadsMoe;
 
@@ -66,6 +73,23 @@ pub enum CheckpointError {
         parameter: String,
         /// Its type.
         dtype: DType,
+    },
+    /// A weight is packed in another format than NVFP4, which checkpoints of NVFP4 do not have.
+    #[error("{parameter} is packed to {format}, and only NVFP4 can be saved")]
+    NotNvfp4 {
+        /// The parameter.
+        parameter: String,
+        /// Its format.
+        format: WeightFormat,
+    },
+    /// No weight is packed.
+    #[error("no weight is packed: pack the model first, or save it as it is")]
+    NothingPacked,
+    /// Activations are to be quantized, and a layer has no scale for them.
+    #[error("{module}: no scale of its activations")]
+    NoInputScale {
+        /// The layer.
+        module: String,
     },
     /// A weight is too large for the type that it should be stored in.
     #[error("{tensor}: {value} is beyond the range of {dtype}")]

@@ -10,7 +10,7 @@ use burn_nvfp4::safetensors_file::{Dtype, SafetensorsWriter, TensorSpec};
 use super::{
     CheckpointError,
     param_path::ParamPath,
-    parts::{ExpertNaming, parts},
+    parts::{ExpertNaming, Part, parts},
 };
 use crate::modules::{moe::QuadsMoe, moe_config::QuadsMoeConfig};
 
@@ -89,7 +89,31 @@ impl Files {
         if let Some(problem) = writer.problem {
             return Err(problem);
         }
-        for file in writer.files.writers {
+        writer.files.finish()
+    }
+
+    /// Writes a part of a parameter with these values.
+    pub(super) fn write_part(&mut self, part: &Part, parameter: &[f32]) -> Result<(), CheckpointError> {
+        let (_, dtype) = self.tensors[&part.name];
+        let bytes = part
+            .write(parameter, dtype)
+            .map_err(|value| CheckpointError::Overflow {
+                tensor: part.name.clone(),
+                value,
+                dtype,
+            })?;
+        self.write_bytes(&part.name, &bytes)
+    }
+
+    /// Writes a tensor.
+    pub(super) fn write_bytes(&mut self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
+        let (file, _) = self.tensors[name];
+        Ok(self.writers[file].write(name, bytes)?)
+    }
+
+    /// Gives the files their names.
+    pub(super) fn finish(self) -> Result<(), CheckpointError> {
+        for file in self.writers {
             file.finish()?;
         }
         Ok(())
@@ -106,16 +130,8 @@ struct Writer<'a> {
 
 impl Writer<'_> {
     fn write(&mut self, shape: &[usize], values: &[f32]) -> Result<(), CheckpointError> {
-        for part in parts(self.config, &self.path, shape, |_| self.naming) {
-            let (file, dtype) = self.files.tensors[&part.name];
-            let bytes = part.write(values, dtype).map_err(|value| CheckpointError::Overflow {
-                tensor: part.name.clone(),
-                value,
-                dtype,
-            })?;
-            self.files.writers[file].write(&part.name, &bytes)?;
-        }
-        Ok(())
+        let parts = parts(self.config, &self.path, shape, |_| self.naming);
+        parts.iter().try_for_each(|part| self.files.write_part(part, values))
     }
 }
 

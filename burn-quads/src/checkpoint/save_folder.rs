@@ -7,7 +7,10 @@ use std::{
 };
 
 use burn::tensor::backend::Backend;
-use burn_nvfp4::safetensors_file::{Dtype, INDEX_FILE, SINGLE_FILE, SafetensorsWriter, TensorSpec, regular_file};
+use burn_nvfp4::{
+    checkpoint::scheme::QUANTIZATION_CONFIG,
+    safetensors_file::{Dtype, INDEX_FILE, SINGLE_FILE, SafetensorsWriter, TensorSpec, regular_file},
+};
 use serde_json::{Value, json};
 
 use super::{
@@ -105,7 +108,10 @@ impl FolderFormat {
                 false => ExpertNaming::PerExpert,
             },
             dtype: folder.dtype().unwrap_or(Dtype::F32),
-            dtypes: tensors().map(|tensor| (tensor.name().into(), tensor.dtype())).collect(),
+            dtypes: tensors()
+                .filter(|tensor| matches!(tensor.dtype(), Dtype::F32 | Dtype::BF16 | Dtype::F16))
+                .map(|tensor| (tensor.name().into(), tensor.dtype()))
+                .collect(),
             shard_bytes: SHARD_BYTES,
             companions: COMPANIONS.iter().map(|name| folder.path().join(name)).collect(),
         }
@@ -143,6 +149,26 @@ impl FolderFormat {
         self
     }
 
+    /// Type of a tensor that is not packed.
+    pub(super) fn dtype(&self, name: &str) -> Dtype {
+        self.dtypes.get(name).copied().unwrap_or(self.dtype)
+    }
+
+    /// `config.json` with another quantization.
+    fn config_text_with(&self, quantization: Option<Value>) -> String {
+        let mut json: Value = serde_json::from_str(&self.config_text).expect("a config.json");
+        let fields = json.as_object_mut().expect("an object");
+        let before = match &quantization {
+            Some(config) => fields.insert(QUANTIZATION_CONFIG.into(), config.clone()),
+            None => fields.remove(QUANTIZATION_CONFIG),
+        };
+        match before == quantization {
+            // To the byte.
+            true => self.config_text.clone(),
+            false => serde_json::to_string_pretty(&json).expect("it was JSON"),
+        }
+    }
+
     fn check<B: Backend>(&self, model: &QuadsMoe<B>) -> Result<(), SaveFolderError> {
         let parse = |text: &str| serde_json::from_str::<BTreeMap<String, Value>>(text).expect("written by us");
         let (given, expected) = (parse(&model.config().to_json()), parse(&self.model));
@@ -166,6 +192,31 @@ pub fn save_folder<B: Backend>(
     folder: &Path,
     format: &FolderFormat,
 ) -> Result<(), SaveFolderError> {
+    let dtype = |name: &str| format.dtype(name);
+    let tensors = tensors(model, format.naming, dtype)?;
+    save_tensors(model, folder, format, tensors, Extras::default(), |files| {
+        files.write(model, format.naming)
+    })
+}
+
+/// What a folder has beside what its format says.
+#[derive(Default)]
+pub(super) struct Extras {
+    /// For `config.json`.
+    pub quantization_config: Option<Value>,
+    /// Small files of JSON, by name.
+    pub files: Vec<(String, Value)>,
+}
+
+/// Makes a new folder of these tensors, which `write_tensors` writes.
+pub(super) fn save_tensors<B: Backend>(
+    model: &QuadsMoe<B>,
+    folder: &Path,
+    format: &FolderFormat,
+    tensors: Vec<TensorSpec>,
+    extras: Extras,
+    write_tensors: impl FnOnce(Files) -> Result<(), CheckpointError>,
+) -> Result<(), SaveFolderError> {
     format.check(model)?;
     let io = |path: &Path| {
         let path = path.to_path_buf();
@@ -184,7 +235,8 @@ pub fn save_folder<B: Backend>(
         Err(error) => return Err(io(&aside)(error)),
     }
     fs::create_dir_all(&aside).map_err(io(&aside))?;
-    let whole = write(model, &aside, format).and_then(|()| fs::rename(&aside, folder).map_err(io(folder)));
+    let written = write(&aside, format, tensors, extras, write_tensors);
+    let whole = written.and_then(|()| fs::rename(&aside, folder).map_err(io(folder)));
     if whole.is_err() {
         // The error that matters is the first one.
         let _ = fs::remove_dir_all(&aside);
@@ -192,9 +244,14 @@ pub fn save_folder<B: Backend>(
     whole
 }
 
-fn write<B: Backend>(model: &QuadsMoe<B>, folder: &Path, format: &FolderFormat) -> Result<(), SaveFolderError> {
-    let dtype = |name: &str| format.dtypes.get(name).copied().unwrap_or(format.dtype);
-    let shards = shards(tensors(model, format.naming, dtype)?, format.shard_bytes);
+fn write(
+    folder: &Path,
+    format: &FolderFormat,
+    tensors: Vec<TensorSpec>,
+    extras: Extras,
+    write_tensors: impl FnOnce(Files) -> Result<(), CheckpointError>,
+) -> Result<(), SaveFolderError> {
+    let shards = shards(tensors, format.shard_bytes);
     let names: Vec<String> = match shards.len() {
         1 => vec![SINGLE_FILE.into()],
         n => (1..=n).map(|i| format!("model-{i:05}-of-{n:05}.safetensors")).collect(),
@@ -214,13 +271,20 @@ fn write<B: Backend>(model: &QuadsMoe<B>, folder: &Path, format: &FolderFormat) 
         let writer = SafetensorsWriter::create(&folder.join(name), shard, pytorch_metadata());
         files.writers.push(writer.map_err(CheckpointError::from)?);
     }
-    files.write(model, format.naming)?;
+    write_tensors(files)?;
     if names.len() > 1 {
         let index = json!({"metadata": {"total_size": total_size}, "weight_map": weight_map});
         let text = serde_json::to_string_pretty(&index).expect("names and a number are JSON");
         write_file(&folder.join(INDEX_FILE), text.as_bytes())?;
     }
-    write_file(&folder.join(CONFIG), format.config_text.as_bytes())?;
+    write_file(
+        &folder.join(CONFIG),
+        format.config_text_with(extras.quantization_config).as_bytes(),
+    )?;
+    for (name, json) in extras.files {
+        let text = serde_json::to_string_pretty(&json).expect("it is JSON");
+        write_file(&folder.join(name), text.as_bytes())?;
+    }
     for companion in &format.companions {
         if companion.symlink_metadata().is_ok() {
             let (mut from, _) = regular_file::open(companion).map_err(CheckpointError::from)?;

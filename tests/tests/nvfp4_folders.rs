@@ -1,0 +1,314 @@
+//! Folders of packed models, in and out: files of llm-compressor and ModelOpt give their references' logits, and a model
+//! packed here goes to their formats and back as it is.
+use burn::{
+    backend::Flex,
+    module::{Module, ModuleVisitor, Param},
+    tensor::{Int, Tensor, TensorData},
+};
+use burn_nvfp4::{
+    Nvfp4, Outcome, OuterScaleConvention, Precision, Rac,
+    checkpoint::{CheckpointFormat, Nvfp4Folder},
+    packed_weight,
+    safetensors_file::{Dtype, SafetensorsFile},
+};
+use burn_quads::{
+    checkpoint::{FolderFormat, ModelFolder, PackedFormat, save_packed_folder},
+    modules::moe::QuadsMoe,
+    sync::pack_model,
+};
+use kernels_cubecl::OuterScale;
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+};
+
+type B = Nvfp4<Flex>;
+
+fn fixtures() -> PathBuf {
+    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures"))
+}
+
+fn packed(name: &str) -> PathBuf {
+    fixtures().join("nvfp4_checkpoints").join(name)
+}
+
+fn scratch(name: &str) -> PathBuf {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR"))
+        .join("nvfp4_folders")
+        .join(name);
+    let _ = fs::remove_dir_all(&path);
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    path
+}
+
+fn load(folder: &Path, precision: &Precision) -> QuadsMoe<B> {
+    let folder = ModelFolder::open(folder).unwrap();
+    folder
+        .load_packed(precision, None, &Default::default(), |_| {})
+        .unwrap()
+        .0
+}
+
+fn refused(folder: &Path, precision: &Precision) -> String {
+    let folder = ModelFolder::open(folder).unwrap();
+    let loaded = folder.load_packed::<Flex>(precision, None, &Default::default(), |_| {});
+    loaded.map(|_| ()).unwrap_err().to_string()
+}
+
+/// Logits of the reference's rows.
+fn logits(model: &QuadsMoe<B>, reference: &SafetensorsFile) -> Vec<f32> {
+    let ids = reference.tensor("input_ids").unwrap();
+    let [rows, seq] = *ids.shape() else { panic!() };
+    let values: Vec<i32> = ids
+        .bytes
+        .as_chunks()
+        .0
+        .iter()
+        .map(|bytes| i32::from_le_bytes(*bytes))
+        .collect();
+    let tokens = Tensor::<B, 2, Int>::from_data(TensorData::new(values, [rows, seq]), &Default::default());
+    model.forward(tokens).into_data().to_vec().unwrap()
+}
+
+fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+/// Codes, block scales and outer scales of every packed parameter, in the model's order.
+fn packed_bytes(model: &QuadsMoe<B>) -> Vec<(Vec<u8>, Vec<u8>, Vec<f32>, OuterScaleConvention)> {
+    #[derive(Default)]
+    struct Packed(Vec<(Vec<u8>, Vec<u8>, Vec<f32>, OuterScaleConvention)>);
+    impl ModuleVisitor<B> for Packed {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            if let Some(weight) = packed_weight(&param.val()) {
+                let convention = weight.storage().convention;
+                self.0
+                    .push((weight.codes(), weight.block_scales(), weight.outer_scales(), convention));
+            }
+        }
+    }
+    let mut packed = Packed::default();
+    model.visit(&mut packed);
+    packed.0
+}
+
+#[test]
+fn logits_of_the_tools_files_are_their_references() {
+    for name in ["compressed_tensors/w4a16", "compressed_tensors/w4a4", "modelopt/w4a4"] {
+        let reference = SafetensorsFile::open(&packed(name).join("reference.safetensors")).unwrap();
+        let model = load(&packed(name), &Precision::W4A16);
+        let expected = reference.tensor("weight_only.logits").unwrap().to_f32().unwrap();
+        let difference = largest_difference(&logits(&model, &reference), &expected);
+        assert!(difference <= 1e-4, "{name}: {difference}");
+        println!("{name}: largest difference of a logit {difference:.1e}");
+        if let Some(fake_quantized) = reference.tensor("tool_fakequant.logits") {
+            // In BF16, and by a scale for the whole tensor: informative.
+            let values = fake_quantized.to_f32().unwrap();
+            println!(
+                "{name}: {:.2} from the tool's own forward pass",
+                largest_difference(&expected, &values)
+            );
+        }
+    }
+}
+
+#[test]
+fn a_loaded_model_says_what_is_packed_and_is_as_small_as_its_file() {
+    let folder = ModelFolder::open(packed("modelopt/w4a4")).unwrap();
+    let mut parameters = 0;
+    let mut last = 0;
+    let (model, audit) = folder
+        .load_packed::<Flex>(&Precision::W4A4, None, &Default::default(), |progress| {
+            parameters += 1;
+            assert!(progress.bytes > last && progress.bytes <= progress.total_bytes);
+            last = progress.bytes;
+        })
+        .unwrap();
+    assert_eq!(model.precision(), &Precision::W4A4);
+    // Per layer q, k, v, o, and two stacks of experts.
+    assert_eq!(audit.packed(), 2 * 6);
+    assert_eq!(
+        audit.layer("layers.1.mlp.experts.down_proj").unwrap().outcome,
+        Outcome::Packed(Precision::W4A4)
+    );
+    let dense = |path: &str| matches!(audit.layer(path).unwrap().outcome, Outcome::Left(_));
+    assert!(dense("lm_head") && dense("embed_tokens.weight") && dense("layers.0.mlp.gate.weight"));
+    assert_eq!(parameters, audit.layers.len());
+    // 4.5 bits a weight, and an outer scale for each weight or expert.
+    let packed: usize = audit
+        .layers
+        .iter()
+        .filter(|layer| !dense(&layer.path))
+        .map(|layer| layer.bytes_after)
+        .sum();
+    assert_eq!(packed, 61_440 + 7_680 + 4 * 2 * (4 + 8 + 8));
+}
+
+#[test]
+fn rollout_precisions_run_on_packed_files() {
+    let reference = SafetensorsFile::open(&packed("modelopt/w4a4").join("reference.safetensors")).unwrap();
+    let weight_only = logits(&load(&packed("modelopt/w4a4"), &Precision::W4A16), &reference);
+    let difference = |precision| {
+        let model = load(&packed("modelopt/w4a4"), &precision);
+        let logits = logits(&model, &reference);
+        let differences = logits.iter().zip(&weight_only).map(|(a, b)| (a - b).abs());
+        differences.sum::<f32>() / weight_only.len() as f32
+    };
+    let (w4a4, compensated) = (
+        difference(Precision::W4A4),
+        difference(Precision::W4A4Rac(Rac::default())),
+    );
+    // On the mean: a token that goes to another expert has another logit by far.
+    assert!(0.0 < compensated && compensated < 0.5 * w4a4, "{compensated}, {w4a4}");
+}
+
+#[test]
+fn a_model_packed_here_goes_out_and_comes_back_as_it_is() {
+    let original = ModelFolder::open(fixtures().join("qwen3moe_tiny")).unwrap();
+    let dense = original.load::<B>(&Default::default(), |_| {}).unwrap();
+    let (model, _) = pack_model(dense, &Precision::W4A16, None).unwrap();
+    let reference = SafetensorsFile::open(&packed("modelopt/w4a4").join("reference.safetensors")).unwrap();
+    let expected = logits(&model, &reference);
+    for format in [CheckpointFormat::ModelOpt, CheckpointFormat::CompressedTensors] {
+        let path = scratch(&format!("export_{format}"));
+        let like = FolderFormat::like(&original).with_shard_bytes(100_000);
+        save_packed_folder(&model, &path, &like, &PackedFormat::new(format)).unwrap();
+        let read = load(&path, &Precision::W4A16);
+        for (ours, read) in packed_bytes(&model).into_iter().zip(packed_bytes(&read)) {
+            assert_eq!((&ours.0, &ours.1), (&read.0, &read.1), "{format}");
+            assert_eq!(read.3, format.convention());
+            let scales: Vec<f32> = match format.convention() {
+                OuterScaleConvention::Multiply => ours.2,
+                OuterScaleConvention::Divide => ours.2.iter().map(|scale| 1.0 / scale).collect(),
+            };
+            assert_eq!(read.2, scales, "{format}");
+        }
+        let read = logits(&read, &reference);
+        match format.convention() {
+            OuterScaleConvention::Multiply => assert_eq!(read, expected),
+            OuterScaleConvention::Divide => assert!(largest_difference(&read, &expected) < 1e-4),
+        }
+        assert!(path.join("model.safetensors.index.json").exists(), "several shards");
+        let config: serde_json::Value = serde_json::from_slice(&fs::read(path.join("config.json")).unwrap()).unwrap();
+        let ignored: Vec<String> = serde_json::from_value(config["quantization_config"]["ignore"].clone()).unwrap();
+        assert!(ignored.contains(&"lm_head".to_string()) && ignored.contains(&"model.layers.1.mlp.gate".to_string()));
+        assert_eq!(
+            path.join("hf_quant_config.json").exists(),
+            format == CheckpointFormat::ModelOpt
+        );
+
+        // And once more from there, with other types of the dense rest.
+        let again = scratch(&format!("again_{format}"));
+        let like = FolderFormat::like(&ModelFolder::open(&path).unwrap()).with_dtype(Dtype::BF16);
+        let model = load(&path, &Precision::W4A4);
+        save_packed_folder(&model, &again, &like, &PackedFormat::new(CheckpointFormat::ModelOpt)).unwrap();
+        let again = Nvfp4Folder::open(&again).unwrap().unwrap();
+        assert_eq!(again.scheme().format, CheckpointFormat::ModelOpt);
+        assert_eq!(again.files().tensor("lm_head.weight").unwrap().dtype(), Dtype::BF16);
+    }
+}
+
+#[test]
+fn activation_scales_make_a_w4a4_folder() {
+    let model = load(&packed("compressed_tensors/w4a4"), &Precision::W4A16);
+    let theirs = Nvfp4Folder::open(&packed("compressed_tensors/w4a4")).unwrap().unwrap();
+    let mut input_scales: BTreeMap<String, OuterScale> = theirs
+        .modules()
+        .map(|module| {
+            (
+                module.to_string(),
+                theirs.layer(module).unwrap().unwrap().input_scale.unwrap(),
+            )
+        })
+        .collect();
+    let like = FolderFormat::like(&ModelFolder::open(packed("compressed_tensors/w4a4")).unwrap());
+    let path = scratch("w4a4");
+    let format = PackedFormat {
+        checkpoint: CheckpointFormat::CompressedTensors,
+        input_scales: Some(input_scales.clone()),
+    };
+    save_packed_folder(&model, &path, &like, &format).unwrap();
+    // Every byte is theirs: nothing was lost on the way through the model.
+    let [ours, theirs] =
+        [&path, &packed("compressed_tensors/w4a4")].map(|path| fs::read(path.join("model.safetensors")).unwrap());
+    assert!(ours == theirs);
+
+    input_scales.remove("model.layers.1.mlp.experts.5.up_proj");
+    let format = PackedFormat {
+        input_scales: Some(input_scales),
+        ..format
+    };
+    let error = save_packed_folder(&model, &scratch("short"), &like, &format)
+        .unwrap_err()
+        .to_string();
+    assert_eq!(
+        error,
+        "model.layers.1.mlp.experts.5.up_proj: no scale of its activations"
+    );
+}
+
+#[test]
+fn what_is_not_packed_to_nvfp4_is_not_saved_as_such() {
+    let original = ModelFolder::open(fixtures().join("qwen3moe_tiny")).unwrap();
+    let dense = original.load::<B>(&Default::default(), |_| {}).unwrap();
+    let save = |model: &QuadsMoe<B>| {
+        let format = PackedFormat::new(CheckpointFormat::ModelOpt);
+        let path = scratch("refused");
+        let error = save_packed_folder(model, &path, &FolderFormat::like(&original), &format).unwrap_err();
+        assert!(!path.exists());
+        error.to_string()
+    };
+    assert!(save(&dense).starts_with("no weight is packed"));
+    let (fp8, _) = pack_model(dense, &Precision::Fp8, None).unwrap();
+    assert!(save(&fp8).contains("q_proj.weight is packed to fp8"));
+}
+
+/// A folder with the file of a tool, changed.
+fn changed(name: &str, change: impl Fn(&mut Vec<u8>)) -> PathBuf {
+    let path = scratch(name);
+    fs::create_dir_all(&path).unwrap();
+    let from = packed("compressed_tensors/w4a16");
+    fs::copy(from.join("config.json"), path.join("config.json")).unwrap();
+    let mut bytes = fs::read(from.join("model.safetensors")).unwrap();
+    change(&mut bytes);
+    fs::write(path.join("model.safetensors"), bytes).unwrap();
+    path
+}
+
+#[test]
+fn folders_that_do_not_fit_are_refused() {
+    // In the header, where names end on a quote.
+    let rename = |from: &'static str, to: &'static str| {
+        move |bytes: &mut Vec<u8>| {
+            assert_eq!(from.len(), to.len());
+            let at = bytes
+                .windows(from.len())
+                .position(|window| window == from.as_bytes())
+                .unwrap();
+            bytes[at..at + to.len()].copy_from_slice(to.as_bytes());
+        }
+    };
+    let path = changed("missing", rename("model.norm.weight\"", "model.nurm.weight\""));
+    let error = refused(&path, &Precision::W4A16);
+    assert!(error.contains("missing: model.norm.weight [64]"), "{error}");
+    assert!(error.contains("unexpected: model.nurm.weight [64]"), "{error}");
+
+    // Half a layer.
+    let path = changed("half", |bytes| {
+        rename("1.self_attn.k_proj.weight_packed", "1.self_attn.k_proz.weight_packed")(bytes);
+    });
+    let error = refused(&path, &Precision::W4A16);
+    assert!(
+        error.contains("k_proj.weight_scale") || error.contains("k_proz.weight_scale"),
+        "{error}"
+    );
+
+    assert!(refused(&packed("compressed_tensors/w4a16"), &Precision::Fp8).contains("already packed as nvfp4"));
+    assert!(refused(&packed("compressed_tensors/w4a16"), &Precision::High).contains("nothing to pack"));
+    assert!(refused(&fixtures().join("qwen3moe_tiny"), &Precision::W4A16).contains("the weights are not packed"));
+    let folder = ModelFolder::open(packed("modelopt/w4a4")).unwrap();
+    let error = folder.load::<B>(&Default::default(), |_| {}).unwrap_err().to_string();
+    assert!(error.contains("load them with `load_packed`"), "{error}");
+}
