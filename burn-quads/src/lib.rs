@@ -2,7 +2,8 @@
 //!
 //! Reading order: [`backend`] (operations with straight-through gradients), [`modules`] (layers and the model),
 //! [`sync`] (trainer to rollout), [`rollout`] (sampling), [`tasks`] (generated problems), [`dataset`] and [`rewards`]
-//! (problems in free text), [`grpo`] (learning),
+//! (problems in free text), [`text`] (tokenizers and chat templates), [`checkpoint`] (models in and out), [`grpo`]
+//! (learning),
 //! [`mismatch`] (how far the two sides differ).
 #![warn(missing_docs)]
 
@@ -20,6 +21,7 @@ pub mod rewards;
 pub mod rollout;
 pub mod sync;
 pub mod tasks;
+pub mod text;
 pub mod token_log_probs;
 
 pub use backend::QuadsBackend;

@@ -1,6 +1,6 @@
 //! The sampling loop.
 use super::{
-    CachedLm, Completion, SamplingParams,
+    CachedLm, Completion, SampledToken, SamplingParams,
     routing::RoutingCache,
     sampler::{NonFiniteLogit, Sample, sample},
     scheduler::Scheduler,
@@ -101,6 +101,20 @@ impl<B: Backend> RolloutEngine<B> {
         prompts: &[Vec<u32>],
         params: &SamplingParams,
     ) -> Result<Vec<Completion>, RolloutError> {
+        self.generate_observed(model, prompts, params, |_| {})
+    }
+
+    /// [`generate`](Self::generate), and `observe` sees every token as soon as it is sampled.
+    ///
+    /// # Errors
+    /// As [`generate`](Self::generate).
+    pub fn generate_observed(
+        &mut self,
+        model: &impl CachedLm<B>,
+        prompts: &[Vec<u32>],
+        params: &SamplingParams,
+        mut observe: impl FnMut(SampledToken),
+    ) -> Result<Vec<Completion>, RolloutError> {
         self.check(model, prompts, params)?;
         let config = model.cache_config(self.slots, self.max_seq_len);
         let cache = match self.cache.take() {
@@ -116,7 +130,7 @@ impl<B: Backend> RolloutEngine<B> {
             routing: None,
             completions: vec![None; prompts.len()],
         };
-        while run.step(self.slots, self.max_seq_len)? {}
+        while run.step(self.slots, self.max_seq_len, &mut observe)? {}
         Ok(run.completions.into_iter().flatten().collect())
     }
 
@@ -178,7 +192,12 @@ struct Run<'a, B: Backend, M> {
 impl<B: Backend, M: CachedLm<B>> Run<'_, B, M> {
     /// Runs every token that is due, samples one more for each sequence, and collects those that end. False when none is
     /// left.
-    fn step(&mut self, slots: usize, max_seq_len: usize) -> Result<bool, RolloutError> {
+    fn step(
+        &mut self,
+        slots: usize,
+        max_seq_len: usize,
+        observe: &mut impl FnMut(SampledToken),
+    ) -> Result<bool, RolloutError> {
         let Some(batch) = self.scheduler.next_batch() else {
             return Ok(false);
         };
@@ -186,6 +205,12 @@ impl<B: Backend, M: CachedLm<B>> Run<'_, B, M> {
         let output = self.model.forward_cached(tokens, self.cache, &batch.step);
         let logits = self.model.logits(output.hidden.narrow(0, 0, batch.sampling.len()));
         let samples = self.sample(logits, &batch.sampling)?;
+        for (&slot, sample) in batch.sampling.iter().zip(&samples) {
+            observe(SampledToken {
+                prompt: self.scheduler.sequence(slot).request,
+                token: sample.token,
+            });
+        }
         if self.params.record_routing {
             let layers: Vec<Vec<i32>> = output.expert_ids.into_iter().map(int_rows).collect();
             let top_k = layers.first().map_or(0, |ids| ids.len() / batch.tokens.len());

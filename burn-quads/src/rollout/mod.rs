@@ -29,6 +29,15 @@ pub struct SamplingParams {
     pub record_routing: bool,
 }
 
+/// A token that was sampled just now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SampledToken {
+    /// Index of the prompt.
+    pub prompt: usize,
+    /// The token.
+    pub token: u32,
+}
+
 /// What a request got.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Completion {
