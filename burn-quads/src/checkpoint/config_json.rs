@@ -177,7 +177,7 @@ impl QuadsMoeConfig {
     }
 
     /// Parameters of the model; `None` when there are more than a computer can count.
-    pub(crate) fn num_params(&self) -> Option<u64> {
+    pub fn num_params(&self) -> Option<u64> {
         let sum = |terms: &[Option<u64>]| terms.iter().try_fold(0u64, |sum, term| sum.checked_add((*term)?));
         let product = |factors: &[usize]| {
             let mut factors = factors.iter();

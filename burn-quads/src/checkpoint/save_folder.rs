@@ -169,6 +169,27 @@ impl FolderFormat {
         }
     }
 
+    /// Writes all but the weights into an existing folder: the configuration, and the tokenizer and generation settings.
+    ///
+    /// # Errors
+    /// When the file system refuses.
+    pub fn write_companions(&self, folder: &Path) -> Result<(), SaveFolderError> {
+        write_file(&folder.join(CONFIG), self.config_text_with(None).as_bytes())?;
+        self.copy_companions(folder)
+    }
+
+    fn copy_companions(&self, folder: &Path) -> Result<(), SaveFolderError> {
+        for companion in &self.companions {
+            if companion.symlink_metadata().is_ok() {
+                let (mut from, _) = regular_file::open(companion).map_err(CheckpointError::from)?;
+                let path = folder.join(companion.file_name().expect("they are files"));
+                let copy = File::create(&path).and_then(|mut to| std::io::copy(&mut from, &mut to).and(to.sync_all()));
+                copy.map_err(|source| SaveFolderError::Io { path, source })?;
+            }
+        }
+        Ok(())
+    }
+
     fn check<B: Backend>(&self, model: &QuadsMoe<B>) -> Result<(), SaveFolderError> {
         let parse = |text: &str| serde_json::from_str::<BTreeMap<String, Value>>(text).expect("written by us");
         let (given, expected) = (parse(&model.config().to_json()), parse(&self.model));
@@ -285,15 +306,7 @@ fn write(
         let text = serde_json::to_string_pretty(&json).expect("it is JSON");
         write_file(&folder.join(name), text.as_bytes())?;
     }
-    for companion in &format.companions {
-        if companion.symlink_metadata().is_ok() {
-            let (mut from, _) = regular_file::open(companion).map_err(CheckpointError::from)?;
-            let path = folder.join(companion.file_name().expect("they are files"));
-            let copy = File::create(&path).and_then(|mut to| std::io::copy(&mut from, &mut to).and(to.sync_all()));
-            copy.map_err(|source| SaveFolderError::Io { path, source })?;
-        }
-    }
-    Ok(())
+    format.copy_companions(folder)
 }
 
 fn bytes(tensor: &TensorSpec) -> u64 {

@@ -27,6 +27,7 @@ Examples:
   grpo_math --precision w4a4 --name naive-rollout    another precision of the rollout
   grpo_math --print-config > mine.toml               all settings, with comments
   grpo_math --config mine.toml --set task.addition.digits=4
+  grpo_math --model DIR --data gsm8k.jsonl           a model of Hugging Face's on problems in free text
   grpo_math --resume runs/grpo_math                  go on after Ctrl-C
   grpo_math gap --run runs/grpo_math                 the log-prob gap of every pairing after the warm-up
 
@@ -66,6 +67,17 @@ pub struct RunArgs {
     /// Short for --set rollout.precision=PRECISION: high, w4a16, w4a4, w4a4_rac or fp8.
     #[arg(long, conflicts_with = "resume")]
     pub precision: Option<String>,
+    /// Trains this Qwen3-MoE or OLMoE folder of Hugging Face's instead of a model of its own; short for
+    /// --set model.folder=DIR.
+    #[arg(long, value_name = "DIR", requires = "data", conflicts_with = "resume")]
+    pub model: Option<PathBuf>,
+    /// Problems to train on, as JSON lines: question/answer, problem/solution or prompt/answer; short for
+    /// --set data.train=FILE.
+    #[arg(long, value_name = "FILE", conflicts_with = "resume")]
+    pub data: Option<PathBuf>,
+    /// Problems for evaluation, in the same form; short for --set data.held_out=FILE.
+    #[arg(long, value_name = "FILE", conflicts_with = "resume")]
+    pub held_out: Option<PathBuf>,
     /// Goes on with a run from its last checkpoint; only --set grpo.steps and checkpoint.* may change.
     #[arg(long, value_name = "RUN_DIR")]
     pub resume: Option<PathBuf>,
@@ -78,11 +90,16 @@ pub struct RunArgs {
 impl RunArgs {
     /// All assignments, the short options last.
     pub fn assignments(&self) -> Vec<String> {
+        // As TOML text: a path may look like a number.
+        let path = |path: &Option<PathBuf>| path.as_ref().map(|path| format!("{:?}", path.display().to_string()));
         let short = [
             ("run.name", self.name.clone()),
             ("run.seed", self.seed.map(|seed| seed.to_string())),
             ("run.device", self.device.clone()),
             ("rollout.precision", self.precision.clone()),
+            ("model.folder", path(&self.model)),
+            ("data.train", path(&self.data)),
+            ("data.held_out", path(&self.held_out)),
         ];
         let short = short
             .into_iter()

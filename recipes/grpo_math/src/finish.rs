@@ -1,6 +1,5 @@
 //! The end of a run: the final policy in every precision, and the pages about it.
 use anyhow::{Context, Result, anyhow, bail};
-use burn::module::Module;
 use burn_quads::sync::sync;
 use std::fs;
 
@@ -8,16 +7,16 @@ use crate::{
     atomic_write::write_atomically,
     charts,
     config::{Config, PRECISIONS, precision, precision_name},
-    metrics::{self, HELD_OUT, HELD_OUT_GREEDY, MetricsLine, Position},
+    metrics::{self, HELD_OUT, HELD_OUT_GREEDY, MetricsLine, Position, held_out_at},
     peak_memory, plan,
     problems::Problems,
     reinforce::Reinforced,
     report::{Report, State},
-    results::{Accuracy, Machine, PrecisionResult, Results},
+    results::{Accuracy, Machine, PassAtK, PrecisionResult, Results},
     run_folder::RunFolder,
     scoring::{mismatch, trainer_side},
     seeds,
-    session::{Session, fresh_policy},
+    session::Session,
 };
 
 /// Evaluates the final policy: accuracy on the held-out problems in every precision, and on the final rollouts each
@@ -26,11 +25,16 @@ pub fn evaluate(session: &mut Session<'_>, run: &Reinforced) -> Result<Results> 
     let (config, problems) = (session.config, session.problems);
     let temperature = config.rollout.temperature as f32;
     let lines = metrics::read(&session.folder.metrics())?;
+    let k = config.eval.pass_at;
     let accuracy = |step: usize| {
         let line = lines.iter().find(|line| line.position == Position::Grpo(step));
         let read = |line: &MetricsLine| {
             Some(Accuracy {
                 sampled: line.get(HELD_OUT)?,
+                at_k: line
+                    .get(&held_out_at(k))
+                    .filter(|_| k > 1)
+                    .map(|share| PassAtK { k, share }),
                 greedy: line.get(HELD_OUT_GREEDY)?,
             })
         };
@@ -122,7 +126,7 @@ pub fn write_report(folder: &RunFolder, config: &Config, problems: &Problems, ac
     };
     let html = Report {
         name: &folder.name(),
-        plan: &plan::rows(config, problems, fresh_policy(config, problems).num_params()),
+        plan: &plan::rows(config, problems, plan::parameters(config, problems)),
         results: results.as_ref(),
         charts: &charts,
         audit: &audit,

@@ -2,11 +2,7 @@
 //! precision, scored by both sides of each pairing.
 use anyhow::{Result, bail};
 use burn_nvfp4::{Precision, Rac};
-use burn_quads::{
-    modules::residual_masks::ResidualMasks,
-    sync::sync,
-    tasks::{Split, TaskError},
-};
+use burn_quads::{modules::residual_masks::ResidualMasks, sync::sync};
 use kernels_cubecl::{Granularity, Selection};
 use serde::Serialize;
 use std::fmt;
@@ -110,18 +106,14 @@ pub fn measure_checkpoint(
     let problems = Problems::draw(config)?;
     let (policy, _) = read_policy(config, &problems, checkpoint)?;
     let masks = calibrate(config, &problems, &policy)?;
-    let draw = |count: usize| {
-        let mut rng = seeds::stream(config.run.seed, "gap problems", 0);
-        problems.mixture.distinct(Split::HeldOut, count, &mut rng)
-    };
-    let held_out = match (draw(completions.unwrap_or(COMPLETIONS)), completions) {
-        (Err(TaskError::TooFew { found, .. }), None) => draw(found)?,
-        (Err(TaskError::TooFew { found, .. }), Some(asked)) => bail!(
-            "--completions {asked}: expected at most {found}, all held-out problems of {}",
-            problems.mixture.names()
-        ),
-        (drawn, _) => drawn?,
-    };
+    let held_out = problems.more_held_out(completions.unwrap_or(COMPLETIONS), "gap problems")?;
+    if let Some(asked) = completions.filter(|asked| *asked > held_out.len()) {
+        bail!(
+            "--completions {asked}: expected at most {}, all held-out problems of {}",
+            held_out.len(),
+            problems.names()
+        );
+    }
     let held_out: Vec<_> = held_out.iter().collect();
     let mut sampling = Sampling::new(config, &problems)?;
     let seed = seeds::seed(config.run.seed, "gap", step as u64);

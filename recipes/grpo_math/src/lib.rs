@@ -1,7 +1,8 @@
 //! Parts of the `grpo_math` recipe.
 //!
 //! Reading order: [`start`] (all that can refuse a run), [`run`] (a run from its plan to its last table), [`warmup`] and
-//! [`reinforce`] (its two stages), [`finish`] (the last table); then what they are made of: [`config`], [`problems`],
+//! [`reinforce`] (its two stages), [`finish`] (the last table); then what they are made of: [`config`], [`problems`]
+//! and [`language`] with [`text`],
 //! [`sampling`] and [`scoring`], [`session`] with [`checkpoints`] and [`metrics`], [`charts`], [`plots`] and [`report`]; and
 //! [`gap`], a measurement of its own.
 #![warn(missing_docs)]
@@ -15,6 +16,7 @@ pub mod console;
 pub mod finish;
 pub mod gap;
 pub mod interrupt;
+pub mod language;
 pub mod metrics;
 pub mod optimizer_state;
 pub mod peak_memory;
@@ -33,5 +35,6 @@ pub mod scoring;
 pub mod seeds;
 pub mod session;
 pub mod start;
+pub mod text;
 pub mod times;
 pub mod warmup;

@@ -4,7 +4,7 @@ use clap::Parser;
 use grpo_math::{
     checkpoints::Checkpoints,
     cli::{Cli, Command, GapArgs, RunArgs},
-    config::{Config, Diverged, Layers},
+    config::{Config, Diverged},
     console,
     finish::{self, Activity},
     gap,
@@ -100,14 +100,7 @@ fn failed(start: &Start, error: Error) -> Error {
 
 /// The settings of a new run.
 fn config(arguments: &RunArgs) -> Result<Config> {
-    let mut layers = Layers::defaults();
-    if let Some(file) = &arguments.config {
-        layers.lay_file(file)?;
-    }
-    for assignment in arguments.assignments() {
-        layers.lay_assignment(&assignment)?;
-    }
-    let config = Config::read(&mut layers)?;
+    let config = Config::load(arguments.config.as_deref(), &arguments.assignments())?;
     for note in &config.notes {
         console::err(format!("Note: {note}"));
     }

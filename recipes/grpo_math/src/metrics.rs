@@ -20,6 +20,10 @@ use std::{
 pub const HELD_OUT: &str = "eval/pass@1";
 /// The same with the likeliest token each time.
 pub const HELD_OUT_GREEDY: &str = "eval/greedy";
+/// The chance of a right one among `k` samples.
+pub fn held_out_at(k: usize) -> String {
+    format!("eval/pass@{k}")
+}
 /// Pass@1 on the validation problems of the warm-up.
 pub const VALIDATION: &str = "validation/pass@1";
 

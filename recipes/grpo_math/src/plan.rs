@@ -2,11 +2,11 @@
 use burn_nvfp4::Precision;
 use kernels_cubecl::{Granularity, Selection};
 
-use crate::{config::Config, problems::Problems};
+use crate::{config::Config, problems::Problems, session::model_config};
 
 /// The plan: a name and a sentence a row.
 pub fn rows(config: &Config, problems: &Problems, parameters: usize) -> Vec<(String, String)> {
-    let model = config.model.shape();
+    let model = &model_config(config, problems);
     let learner = &config.learner;
     let example = &problems.held_out[0];
     let row = |name: &str, text: String| (name.to_string(), text);
@@ -14,10 +14,9 @@ pub fn rows(config: &Config, problems: &Problems, parameters: usize) -> Vec<(Str
         row(
             "task",
             format!(
-                "{}, for instance {}{}; {} training problems, {} held out",
-                problems.mixture.names(),
-                example.prompt,
-                example.answer,
+                "{}, for instance {}; {} training problems, {} held out",
+                problems.names(),
+                one_line(&problems.language.example(example)),
                 thousands(problems.training.len()),
                 thousands(problems.held_out.len())
             ),
@@ -38,15 +37,7 @@ pub fn rows(config: &Config, problems: &Problems, parameters: usize) -> Vec<(Str
                 model.num_experts_per_tok
             ),
         ),
-        row(
-            "warm-up",
-            format!(
-                "supervised, in f32, until {:.0} % of {} validation problems are right (at most {} steps)",
-                100.0 * config.warmup.target_accuracy,
-                thousands(config.warmup.validation_problems),
-                thousands(config.warmup.max_steps)
-            ),
-        ),
+        row("warm-up", warm_up(config)),
         row(
             "GRPO",
             format!(
@@ -61,6 +52,34 @@ pub fn rows(config: &Config, problems: &Problems, parameters: usize) -> Vec<(Str
         row("trainer", describe(&learner.precision)),
         row("seed", config.run.seed.to_string()),
     ]
+}
+
+fn warm_up(config: &Config) -> String {
+    if let Some(data) = &config.data {
+        return format!("none: the model of {}", data.model.display());
+    }
+    format!(
+        "supervised, in f32, until {:.0} % of {} validation problems are right (at most {} steps)",
+        100.0 * config.warmup.target_accuracy,
+        thousands(config.warmup.validation_problems),
+        thousands(config.warmup.max_steps)
+    )
+}
+
+/// The beginning of a text, in one line.
+fn one_line(text: &str) -> String {
+    const MOST: usize = 100;
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    match text.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
+}
+
+/// Parameters of a run's model.
+pub fn parameters(config: &Config, problems: &Problems) -> usize {
+    let parameters = model_config(config, problems).num_params();
+    parameters.map_or(usize::MAX, |parameters| parameters as usize)
 }
 
 /// A precision with what it means.
@@ -92,7 +111,7 @@ const DEFAULT_MINUTES: f64 = 2.0;
 
 /// A rough word on how long a run takes: the default's time, scaled by tokens and parameters.
 pub fn expected_time(config: &Config, problems: &Problems, parameters: usize) -> String {
-    let tokens = problems.mixture.max_prompt_tokens() + problems.mixture.max_answer_tokens();
+    let tokens = problems.expected_tokens(config.rollout.max_new_tokens);
     // Most of the time goes into GRPO's forward and backward passes.
     let work =
         |steps: usize, rows: usize, tokens: usize, parameters: usize| (steps * rows * tokens * parameters) as f64;

@@ -1,9 +1,14 @@
 //! The problems of a run: three sets that share none, and the order in which training meets them.
-use anyhow::Result;
-use burn_quads::tasks::{Problem, Split, TaskError, TaskMixture, Vocabulary};
+use anyhow::{Result, bail};
+use burn_quads::tasks::{Problem, Split, TaskError, TaskMixture};
 use rand::seq::SliceRandom;
 
-use crate::{config::Config, seeds};
+use crate::{
+    config::Config,
+    language::Language,
+    seeds,
+    text::{TextLanguage, TextProblems},
+};
 
 /// The same held-out problems in every run of a task: the seed of the run does not enter.
 const FIXED: u64 = 0;
@@ -17,16 +22,25 @@ pub fn distinct(mixture: &TaskMixture, split: Split, count: usize, seed: u64) ->
     mixture.distinct(split, count, &mut seeds::stream(seed, "problems", split as u64))
 }
 
+/// Where problems come from.
+#[derive(Debug)]
+pub enum Source {
+    /// They are generated.
+    Tasks(TaskMixture),
+    /// They were read from files.
+    Files(TextProblems),
+}
+
 /// Problems, and how they are written.
 #[derive(Debug)]
 pub struct Problems {
-    /// Where warm-up problems come from.
-    pub mixture: TaskMixture,
-    /// Characters to token ids.
-    pub vocabulary: Vocabulary,
+    /// Where they come from.
+    pub source: Source,
+    /// Problems to token ids, completions to rewards.
+    pub language: Language,
     /// For evaluation only.
     pub held_out: Vec<Problem>,
-    /// Stops the warm-up.
+    /// Stops the warm-up; none where there is no warm-up.
     pub validation: Vec<Problem>,
     /// GRPO's prompts.
     pub training: Vec<Problem>,
@@ -34,18 +48,80 @@ pub struct Problems {
 }
 
 impl Problems {
-    /// Draws the sets that the settings ask for.
+    /// Draws, or reads, the sets that the settings ask for.
     pub fn draw(config: &Config) -> Result<Self> {
+        let seed = config.run.seed;
+        if let Some(data) = &config.data {
+            let language = TextLanguage::open(data)?;
+            let mut files = TextProblems::read(data, &language, config.eval.problems)?;
+            let positions = language.model().config().max_position_embeddings;
+            let longest = files.longest_prompt + config.rollout.max_new_tokens;
+            if longest > positions {
+                bail!(
+                    "rollout.max_new_tokens = {}: with prompts of up to {} tokens that exceeds the model's {positions} \
+                     positions (max_position_embeddings); lower it, or data.max_prompt_tokens",
+                    config.rollout.max_new_tokens,
+                    files.longest_prompt
+                );
+            }
+            return Ok(Self {
+                held_out: std::mem::take(&mut files.held_out),
+                training: std::mem::take(&mut files.training),
+                validation: vec![],
+                source: Source::Files(files),
+                language: Language::Text(language),
+                seed,
+            });
+        }
         let mixture = config.task.mixture()?;
-        let set = |split, count| distinct(&mixture, split, count, config.run.seed);
+        let set = |split, count| distinct(&mixture, split, count, seed);
         Ok(Self {
             held_out: set(Split::HeldOut, config.eval.problems)?,
             validation: set(Split::Validation, config.warmup.validation_problems)?,
             training: set(Split::Train, config.task.train_problems)?,
-            vocabulary: mixture.vocabulary(),
-            mixture,
-            seed: config.run.seed,
+            language: Language::Characters(mixture.vocabulary()),
+            source: Source::Tasks(mixture),
+            seed,
         })
+    }
+
+    /// What they are, in a word or two.
+    pub fn names(&self) -> String {
+        match &self.source {
+            Source::Tasks(mixture) => mixture.names(),
+            Source::Files(files) => files.name.clone(),
+        }
+    }
+
+    /// Most tokens of a prompt.
+    pub fn max_prompt_tokens(&self) -> usize {
+        match &self.source {
+            Source::Tasks(mixture) => mixture.max_prompt_tokens(),
+            Source::Files(files) => files.longest_prompt,
+        }
+    }
+
+    /// Most tokens of a prompt with its completion that is to be expected.
+    pub fn expected_tokens(&self, max_new_tokens: usize) -> usize {
+        self.max_prompt_tokens()
+            + match &self.source {
+                Source::Tasks(mixture) => mixture.max_answer_tokens(),
+                Source::Files(_) => max_new_tokens,
+            }
+    }
+
+    /// `count` held-out problems to measure something else on; fewer where there are no more.
+    pub fn more_held_out(&self, count: usize, stream: &'static str) -> Result<Vec<Problem>, TaskError> {
+        match &self.source {
+            Source::Files(_) => Ok(self.held_out.iter().take(count).cloned().collect()),
+            Source::Tasks(mixture) => {
+                let draw = |count| mixture.distinct(Split::HeldOut, count, &mut seeds::stream(self.seed, stream, 0));
+                match draw(count) {
+                    Err(TaskError::TooFew { found, .. }) => draw(found),
+                    drawn => drawn,
+                }
+            }
+        }
     }
 
     /// `count` training problems from number `next` on. Number `epoch · n + i` is the `i`-th of a pass over all `n`
@@ -66,10 +142,16 @@ impl Problems {
     }
 
     /// Problems of one step of the warm-up, drawn anew from the training split.
+    ///
+    /// # Errors
+    /// When they come from files: a model that is loaded needs no warm-up.
     pub fn warmup_batch(&self, step: usize, count: usize) -> Result<Vec<Problem>> {
+        let Source::Tasks(mixture) = &self.source else {
+            bail!("a warm-up needs generated problems");
+        };
         let mut rng = seeds::stream(self.seed, "warmup problems", step as u64);
         (0..count)
-            .map(|_| Ok(self.mixture.sample(Split::Train, &mut rng)?))
+            .map(|_| Ok(mixture.sample(Split::Train, &mut rng)?))
             .collect()
     }
 

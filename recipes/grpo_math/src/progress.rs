@@ -1,4 +1,5 @@
 //! What a run says while it is under way: a bar on a terminal, plain lines elsewhere.
+use burn_quads::checkpoint::LoadProgress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::{io::IsTerminal, time::Duration};
 
@@ -70,5 +71,37 @@ impl Progress {
     /// The stage is over; its bar goes.
     pub fn finish(self) {
         self.bar.finish_and_clear();
+    }
+}
+
+/// Progress of reading a model, in bytes; shown on a terminal only.
+#[derive(Debug)]
+pub struct LoadBar(ProgressBar);
+
+impl LoadBar {
+    /// A bar that shows nothing yet.
+    #[allow(clippy::new_without_default)]
+    pub fn new() -> Self {
+        let target = match std::io::stderr().is_terminal() {
+            true => ProgressDrawTarget::stderr(),
+            false => ProgressDrawTarget::hidden(),
+        };
+        let bar = ProgressBar::with_draw_target(None, target);
+        let template = "loading  {bar:24.cyan/dim} {bytes}/{total_bytes}  {msg}";
+        let style = ProgressStyle::with_template(template).expect("a fixed template");
+        bar.set_style(style.progress_chars("━╸─"));
+        Self(bar)
+    }
+
+    /// A parameter is there.
+    pub fn show(&self, progress: LoadProgress<'_>) {
+        self.0.set_length(progress.total_bytes);
+        self.0.set_position(progress.bytes);
+        self.0.set_message(progress.parameter.to_string());
+    }
+
+    /// All is read; the bar goes.
+    pub fn finish(self) {
+        self.0.finish_and_clear();
     }
 }

@@ -13,7 +13,7 @@ use std::time::Instant;
 use crate::{
     backend::{Policy, Sampler, Trainer},
     config::{Config, step_error},
-    metrics::{HELD_OUT, HELD_OUT_GREEDY, MetricsLine, Position},
+    metrics::{HELD_OUT, HELD_OUT_GREEDY, MetricsLine, Position, held_out_at},
     problems::Problems,
     progress::Progress,
     results::{Accuracy, nats, percent},
@@ -102,7 +102,7 @@ impl Reinforced {
         if self.step == 0 {
             let mut line = MetricsLine::new(Position::Grpo(0));
             let (accuracy, seconds) = self.evaluate(session)?;
-            push_evaluation(&mut line, Some(accuracy));
+            push_evaluation(&mut line, config.eval.pass_at, Some(accuracy));
             line.push("time/eval_s", seconds);
             session.record(&line)?;
             session.save(&self.snapshot())?;
@@ -114,7 +114,7 @@ impl Reinforced {
             let evaluation = every(config.eval.every, self.step)
                 .then(|| self.evaluate(session))
                 .transpose()?;
-            push_evaluation(&mut line, evaluation.map(|(accuracy, _)| accuracy));
+            push_evaluation(&mut line, config.eval.pass_at, evaluation.map(|(accuracy, _)| accuracy));
             times.push_to(&mut line, evaluation.map(|(_, seconds)| seconds));
             session.record(&line)?;
 
@@ -290,7 +290,11 @@ fn batch(rollouts: Rollouts, group_size: usize) -> RolloutBatch {
     batch
 }
 
-fn push_evaluation(line: &mut MetricsLine, accuracy: Option<Accuracy>) {
+fn push_evaluation(line: &mut MetricsLine, pass_at: usize, accuracy: Option<Accuracy>) {
     line.push(HELD_OUT, accuracy.map(|accuracy| accuracy.sampled));
+    if pass_at > 1 {
+        let share = accuracy.and_then(|accuracy| accuracy.at_k).map(|at_k| at_k.share);
+        line.push(&held_out_at(pass_at), share);
+    }
     line.push(HELD_OUT_GREEDY, accuracy.map(|accuracy| accuracy.greedy));
 }

@@ -5,11 +5,23 @@ use std::fmt;
 /// Right answers on the held-out problems.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Accuracy {
-    /// One sample a problem, at the rollout's temperature.
+    /// Share of right samples, at the rollout's temperature.
     #[serde(rename = "pass@1")]
     pub sampled: f64,
+    /// Where `eval.pass_at` is more than 1.
+    #[serde(rename = "pass@k", default, skip_serializing_if = "Option::is_none")]
+    pub at_k: Option<PassAtK>,
     /// The likeliest token each time.
     pub greedy: f64,
+}
+
+/// The chance of a right answer among several samples, by the unbiased estimator.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PassAtK {
+    /// How many samples.
+    pub k: usize,
+    /// Mean over the problems.
+    pub share: f64,
 }
 
 /// One precision, on the final policy.
@@ -106,10 +118,11 @@ impl fmt::Display for Results {
             self.rollout_precision
         )?;
         writeln!(f, "                         before     after    change")?;
-        let rows = [
-            ("sampled (pass@1)", self.before.sampled, self.after.sampled),
-            ("greedy", self.before.greedy, self.after.greedy),
-        ];
+        let mut rows = vec![("sampled (pass@1)".into(), self.before.sampled, self.after.sampled)];
+        if let (Some(before), Some(after)) = (self.before.at_k, self.after.at_k) {
+            rows.push((format!("sampled (pass@{})", after.k), before.share, after.share));
+        }
+        rows.push(("greedy".into(), self.before.greedy, self.after.greedy));
         for (name, before, after) in rows {
             let change = format!("{:+.1}", 100.0 * (after - before));
             writeln!(

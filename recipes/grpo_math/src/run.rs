@@ -1,18 +1,19 @@
 //! A run from its plan to its last table.
 use anyhow::{Context, Result};
-use burn::module::Module;
 
 use crate::{
     atomic_write::write_atomically,
     checkpoints::Checkpoints,
     config::Config,
     console, finish,
+    language::Language,
     metrics::Position,
     plan,
+    problems::Source,
     reinforce::Reinforced,
     results::{Results, duration, percent},
     run_folder::RunFolder,
-    session::{Session, Stage, fresh_policy},
+    session::{Session, Stage},
     start::Start,
     warmup::{Warm, warm_up},
 };
@@ -56,6 +57,7 @@ pub fn run(start: &Start, stop: &dyn Fn(Position) -> bool) -> Result<Outcome> {
 
     let mut reinforced = match reinforced {
         Some(reinforced) => reinforced,
+        None if config.data.is_some() => Reinforced::begin(config, problems, Warm::loaded(config, problems)?)?,
         None => match warm_up(&mut session, resumed.as_ref().map(|resumed| &resumed.checkpoint))? {
             Stage::Stopped(at) => return stopped(at),
             Stage::Done(warm) => {
@@ -73,7 +75,14 @@ pub fn run(start: &Start, stop: &dyn Fn(Position) -> bool) -> Result<Outcome> {
     let results = finish::evaluate(&mut session, &reinforced)?;
     write_atomically(&folder.results(), serde_json::to_string_pretty(&results)?.as_bytes())?;
     finish::write_report(folder, config, problems, finish::Activity::Over)?;
+    let exported = match &problems.language {
+        Language::Text(text) => Some(text.export(reinforced.learner.model(), folder, config.learner.steps)?),
+        Language::Characters(_) => None,
+    };
     print_results(folder, config, &results);
+    if let Some(exported) = exported {
+        console::out(format!("Model:   {}", exported.display()));
+    }
     Ok(Outcome::Complete(Box::new(results)))
 }
 
@@ -81,9 +90,14 @@ fn print_plan(start: &Start) {
     let (config, problems) = (&start.config, &start.problems);
     console::out("GRPO on NVFP4 rollouts, on this machine's CPU\n");
     let row = |name: &str, text: &str| console::out(format!("  {name:<9} {text}"));
-    let parameters = fresh_policy(config, problems).num_params();
+    let parameters = plan::parameters(config, problems);
     for (name, text) in plan::rows(config, problems, parameters) {
         row(&name, &text);
+    }
+    if let Source::Files(files) = &problems.source {
+        for note in &files.notes {
+            row("note", note);
+        }
     }
     row("folder", &start.folder.path().display().to_string());
     match start.resumed {

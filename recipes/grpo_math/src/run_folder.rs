@@ -128,6 +128,11 @@ impl RunFolder {
         }
     }
 
+    /// The model after a step, where it was loaded: in the form in which it was.
+    pub fn model(&self, step: usize) -> PathBuf {
+        self.path.join(format!("model-{step}"))
+    }
+
     /// What the process that works on the run has locked.
     pub fn lock(&self) -> PathBuf {
         self.path.join(".lock")

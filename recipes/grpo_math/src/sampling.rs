@@ -1,15 +1,17 @@
 //! Completions of problems, and how many of them are right.
 use anyhow::{Context, Result};
 use burn_quads::{
+    rewards::pass_at_k,
     rollout::{Completion, FinishReason, RolloutEngine, SamplingParams},
-    tasks::{Problem, Vocabulary},
+    tasks::Problem,
 };
 
 use crate::{
     backend::{Rollout, Sampler},
-    config::Config,
+    config::{Config, EvalConfig},
+    language::Language,
     problems::Problems,
-    results::Accuracy,
+    results::{Accuracy, PassAtK},
     seeds,
 };
 
@@ -17,9 +19,10 @@ use crate::{
 #[derive(Debug)]
 pub struct Sampling {
     engine: RolloutEngine<Rollout>,
-    vocabulary: Vocabulary,
+    language: Language,
     params: SamplingParams,
     evaluation_seed: u64,
+    evaluation: EvalConfig,
 }
 
 /// Completions of problems, one a prompt, with their rewards.
@@ -36,18 +39,19 @@ pub struct Rollouts {
 impl Sampling {
     /// An engine that fits the problems of a run.
     pub fn new(config: &Config, problems: &Problems) -> Result<Self> {
-        let longest = problems.mixture.max_prompt_tokens() + config.rollout.max_new_tokens;
+        let longest = problems.max_prompt_tokens() + config.rollout.max_new_tokens;
         Ok(Self {
             engine: RolloutEngine::new(config.rollout.slots, longest)?,
-            vocabulary: problems.vocabulary.clone(),
+            language: problems.language.clone(),
             params: SamplingParams {
                 temperature: config.rollout.temperature as f32,
                 max_new_tokens: config.rollout.max_new_tokens,
-                eos_token_ids: vec![Vocabulary::EOS],
+                eos_token_ids: problems.language.eos_token_ids(),
                 seed: 0,
                 record_routing: config.rollout.routing_replay,
             },
             evaluation_seed: seeds::seed(config.run.seed, "evaluation", 0),
+            evaluation: config.eval.clone(),
         })
     }
 
@@ -60,35 +64,57 @@ impl Sampling {
         self.sample(model, problems, &params)
     }
 
-    /// Pass@1 at the rollout's temperature. Every call of a run draws the same random numbers, so that two policies
-    /// differ by what they are, not by luck.
+    /// Pass@1 at the rollout's temperature, one sample a problem. Every call of a run draws the same random numbers, so that
+    /// two policies differ by what they are, not by luck.
     pub fn pass_at_1(&mut self, model: &Sampler, problems: &[Problem]) -> Result<f64> {
-        self.share_right(model, problems, self.params.temperature)
+        Ok(mean(
+            self.judged(model, problems, 1, self.params.temperature)?
+                .map(|right| right as f64),
+        ))
     }
 
-    /// Accuracy sampled and greedy.
+    /// Accuracy sampled, `eval.samples` times a problem, and greedy.
     pub fn accuracy(&mut self, model: &Sampler, problems: &[Problem]) -> Result<Accuracy> {
+        let EvalConfig { samples, pass_at, .. } = self.evaluation;
+        let right: Vec<usize> = self
+            .judged(model, problems, samples, self.params.temperature)?
+            .collect();
+        let estimate = |k| mean(right.iter().map(|right| pass_at_k(samples, *right, k)));
         Ok(Accuracy {
-            sampled: self.pass_at_1(model, problems)?,
-            greedy: self.share_right(model, problems, 0.0)?,
+            sampled: estimate(1),
+            at_k: (pass_at > 1).then(|| PassAtK {
+                k: pass_at,
+                share: estimate(pass_at),
+            }),
+            greedy: mean(self.judged(model, problems, 1, 0.0)?.map(|right| right as f64)),
         })
     }
 
-    fn share_right(&mut self, model: &Sampler, problems: &[Problem], temperature: f32) -> Result<f64> {
-        let problems: Vec<&Problem> = problems.iter().collect();
+    /// How many of `samples` completions of each problem are right.
+    fn judged(
+        &mut self,
+        model: &Sampler,
+        problems: &[Problem],
+        samples: usize,
+        temperature: f32,
+    ) -> Result<impl ExactSizeIterator<Item = usize>> {
+        let repeated: Vec<&Problem> = problems
+            .iter()
+            .flat_map(|problem| std::iter::repeat_n(problem, samples))
+            .collect();
         let params = SamplingParams {
             temperature,
             seed: self.evaluation_seed,
             record_routing: false,
             ..self.params.clone()
         };
-        Ok(self.sample(model, &problems, &params)?.mean_reward())
+        let rewards = self.sample(model, &repeated, &params)?.rewards;
+        let right = |rewards: &[f32]| rewards.iter().filter(|reward| **reward == 1.0).count();
+        Ok(rewards.chunks(samples).map(right).collect::<Vec<_>>().into_iter())
     }
 
     fn sample(&mut self, model: &Sampler, problems: &[&Problem], params: &SamplingParams) -> Result<Rollouts> {
-        let prompts = problems
-            .iter()
-            .map(|problem| self.vocabulary.encode_prompt(&problem.prompt));
+        let prompts = problems.iter().map(|problem| self.language.prompt(problem));
         let prompts: Vec<Vec<u32>> = prompts.collect::<Result<_, _>>()?;
         let completions = self
             .engine
@@ -97,7 +123,7 @@ impl Sampling {
         let rewards = problems
             .iter()
             .zip(&completions)
-            .map(|(problem, completion)| problem.reward(&self.vocabulary, &completion.tokens));
+            .map(|(problem, completion)| self.language.reward(problem, &completion.tokens));
         Ok(Rollouts {
             rewards: rewards.collect::<Result<_, _>>()?,
             prompts,

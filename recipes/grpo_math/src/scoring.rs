@@ -122,7 +122,7 @@ mod tests {
         ];
         let config = Config::load(None, &settings.map(String::from)).unwrap();
         let problems = Problems::draw(&config).unwrap();
-        let policy = fresh_policy(&config, &problems);
+        let policy = fresh_policy(&config, &problems).unwrap();
         let (packed, _) = sync(&policy, &Precision::W4A4, None).unwrap();
         let prompts: Vec<_> = problems.training.iter().take(64).collect();
         let mut sampling = Sampling::new(&config, &problems).unwrap();

@@ -9,7 +9,7 @@ use burn_quads::{
     calibrate::Calibrator,
     checkpoint,
     grpo::{AdamWOptimizer, SkippedSteps},
-    modules::residual_masks::ResidualMasks,
+    modules::{moe_config::QuadsMoeConfig, residual_masks::ResidualMasks},
 };
 use kernels_cubecl::Selection;
 use std::{path::PathBuf, time::Instant};
@@ -19,6 +19,7 @@ use crate::{
     backend::{Policy, Trainer},
     checkpoints::{Checkpoint, Checkpoints, RunState},
     config::Config,
+    language::Language,
     metrics::{MetricsFile, MetricsLine, Position},
     optimizer_state,
     problems::Problems,
@@ -133,10 +134,13 @@ impl<'a> Session<'a> {
         self.metrics.sync()?;
         let path = self.checkpoints.save(&state, |folder| {
             checkpoint::save(snapshot.policy, &folder.join(MODEL))?;
-            write_atomically(
-                &folder.join(MODEL_CONFIG),
-                snapshot.policy.config().to_json().as_bytes(),
-            )?;
+            match &self.problems.language {
+                Language::Text(text) => text.write_beside_weights(folder)?,
+                Language::Characters(_) => {
+                    let config = snapshot.policy.config().to_json();
+                    write_atomically(&folder.join(MODEL_CONFIG), config.as_bytes())?;
+                }
+            }
             optimizer_state::save(snapshot.optimizer, snapshot.policy, &folder.join(OPTIMIZER))?;
             if let Some(masks) = snapshot.masks {
                 masks.save(&folder.join(MASKS))?;
@@ -148,15 +152,28 @@ impl<'a> Session<'a> {
     }
 }
 
+/// The sizes of a run's model.
+pub fn model_config(config: &Config, problems: &Problems) -> QuadsMoeConfig {
+    match &problems.language {
+        Language::Text(text) => text.model().config().clone(),
+        Language::Characters(vocabulary) => {
+            let longest = problems.max_prompt_tokens() + config.rollout.max_new_tokens;
+            config.model.for_vocabulary(vocabulary.len(), longest)
+        }
+    }
+}
+
 /// The policy of a run before its first step.
-pub fn fresh_policy(config: &Config, problems: &Problems) -> Policy {
-    let longest = problems.mixture.max_prompt_tokens() + config.rollout.max_new_tokens;
-    let config_of_model = config.model.for_vocabulary(problems.vocabulary.len(), longest);
-    let policy = config_of_model.init_seeded(seeds::seed(config.run.seed, "weights", 0), &Default::default());
-    policy.map(&mut Gain {
+pub fn fresh_policy(config: &Config, problems: &Problems) -> Result<Policy> {
+    if let Language::Text(text) = &problems.language {
+        return text.load_model();
+    }
+    let seed = seeds::seed(config.run.seed, "weights", 0);
+    let policy: Policy = model_config(config, problems).init_seeded(seed, &Default::default());
+    Ok(policy.map(&mut Gain {
         module: Vec::new(),
         gain: config.model.init_gain,
-    })
+    }))
 }
 
 /// Multiplies the matrices; the embedding and the norms stay as they are.
@@ -187,7 +204,8 @@ pub fn read_policy(
     problems: &Problems,
     checkpoint: &Checkpoint,
 ) -> Result<(Policy, Option<ResidualMasks>)> {
-    let policy = checkpoint::load(fresh_policy(config, problems), &checkpoint.path.join(MODEL))?;
+    let blank = model_config(config, problems).init(&Default::default());
+    let policy = checkpoint::load(blank, &checkpoint.path.join(MODEL))?;
     let masks = checkpoint.path.join(MASKS);
     let masks = masks.exists().then(|| ResidualMasks::load(&masks)).transpose()?;
     Ok((policy, masks))
@@ -220,8 +238,10 @@ pub fn calibrate(config: &Config, problems: &Problems, policy: &Policy) -> Resul
     let rac = config.rac.rac;
     let mut sequences = Vec::new();
     for problem in problems.training.iter().take(config.rac.calibration_prompts) {
-        let mut sequence = problems.vocabulary.encode_prompt(&problem.prompt)?;
-        sequence.extend(problems.vocabulary.encode(&problem.answer)?);
+        let mut sequence = problems.language.prompt(problem)?;
+        sequence.extend(problems.language.answer(problem)?);
+        // The last token is only ever written, never read.
+        sequence.pop();
         sequences.push(sequence);
     }
     // As the rollout's matmuls see them: 4-bit weights upstream.

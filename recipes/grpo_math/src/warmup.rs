@@ -10,8 +10,9 @@ use std::time::Instant;
 use crate::{
     backend::Policy,
     checkpoints::Checkpoint,
-    config::step_error,
+    config::{Config, step_error},
     metrics::{MetricsLine, Position, VALIDATION},
+    problems::Problems,
     progress::Progress,
     results::percent,
     session::{Session, Snapshot, Stage, fresh_policy, read_optimizer, read_policy},
@@ -27,6 +28,17 @@ pub struct Warm {
     pub accuracy: Option<f64>,
 }
 
+impl Warm {
+    /// A policy that was trained elsewhere and needs no warm-up.
+    pub fn loaded(config: &Config, problems: &Problems) -> Result<Self> {
+        Ok(Self {
+            policy: fresh_policy(config, problems)?,
+            steps: 0,
+            accuracy: None,
+        })
+    }
+}
+
 /// Teaches a policy until its pass@1 on the validation problems reaches the target, or the steps are used up.
 pub fn warm_up(session: &mut Session<'_>, checkpoint: Option<&Checkpoint>) -> Result<Stage<Warm>> {
     let (config, problems) = (&session.config.warmup, session.problems);
@@ -35,7 +47,7 @@ pub fn warm_up(session: &mut Session<'_>, checkpoint: Option<&Checkpoint>) -> Re
         _ => 0,
     };
     let mut learner = match checkpoint {
-        None => SupervisedLearner::new(fresh_policy(session.config, problems), config.optimizer)?,
+        None => SupervisedLearner::new(fresh_policy(session.config, problems)?, config.optimizer)?,
         Some(checkpoint) => {
             let (policy, _) = read_policy(session.config, problems, checkpoint)?;
             let optimizer = read_optimizer(config.optimizer.init(), &policy, checkpoint)?;
@@ -51,10 +63,7 @@ pub fn warm_up(session: &mut Session<'_>, checkpoint: Option<&Checkpoint>) -> Re
         let batch = problems.warmup_batch(step, config.batch_size)?;
         let encoded: Vec<_> = batch
             .iter()
-            .map(|problem| {
-                let prompt = problems.vocabulary.encode_prompt(&problem.prompt)?;
-                Ok((prompt, problems.vocabulary.encode_answer(&problem.answer)?))
-            })
+            .map(|problem| Ok((problems.language.prompt(problem)?, problems.language.answer(problem)?)))
             .collect::<Result<_>>()?;
         let rows: Vec<_> = encoded
             .iter()

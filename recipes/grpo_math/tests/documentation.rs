@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
     process::Command,
 };
-use tiny_run::{SETTINGS, folder, succeed};
+use tiny_run::{SETTINGS, TEXT_SETTINGS, folder, succeed, text_model, text_problems};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -160,6 +160,17 @@ fn run(line: &str, page: &str, folder: &Path, settings_file: &str, done: &mut BT
     }
     let mut command = binary();
     command.args(&arguments);
+    if let Some(model) = after("--model") {
+        text_model(&folder.join(model));
+        for (flag, questions) in [("--data", 0..20), ("--held-out", 20..30)] {
+            if let Some(file) = after(flag) {
+                text_problems(&folder.join(file), questions);
+            }
+        }
+        command.args(TEXT_SETTINGS.iter().flat_map(|setting| ["--set", setting]));
+        succeed(&mut command);
+        return;
+    }
     if !["--resume", "--run", "--print-config", "--help"]
         .iter()
         .any(|flag| arguments.contains(flag))

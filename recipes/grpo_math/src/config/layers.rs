@@ -13,6 +13,8 @@ use super::{ConfigError, suggest::unknown};
 
 /// The shipped defaults, with a comment for every setting.
 pub const DEFAULTS: &str = include_str!("../../default.toml");
+/// What differs where a model is loaded.
+const TEXT_DEFAULTS: &str = include_str!("../../text_defaults.toml");
 
 /// Settings by dotted key, and where each came from.
 #[derive(Debug)]
@@ -34,6 +36,34 @@ impl Layers {
             origins: BTreeMap::new(),
             read: RefCell::default(),
         }
+    }
+
+    /// The defaults, a file over them, assignments over both. Where a model is loaded the defaults for that come between.
+    pub fn of_user(file: Option<&Path>, assignments: &[String]) -> Result<Self, ConfigError> {
+        let asked = |mut layers: Self| {
+            if let Some(file) = file {
+                layers.lay_file(file)?;
+            }
+            for assignment in assignments {
+                layers.lay_assignment(assignment)?;
+            }
+            Ok(layers)
+        };
+        let layers = asked(Self::defaults())?;
+        match layers.text("model.folder") {
+            "" => Ok(layers),
+            _ => asked(Self::text_defaults()),
+        }
+    }
+
+    /// The shipped defaults for a model that is loaded.
+    fn text_defaults() -> Self {
+        let mut layers = Self::defaults();
+        layers
+            .lay_text(TEXT_DEFAULTS, "the defaults of a loaded model")
+            .expect("a test reads the shipped defaults");
+        layers.origins.clear();
+        layers
     }
 
     /// Lays a TOML file over the settings.

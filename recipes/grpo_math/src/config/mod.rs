@@ -2,6 +2,7 @@
 //!
 //! [`Layers`] lays a file and `--set` over the shipped defaults; [`Config::read`] turns the result into typed settings
 //! and refuses what cannot be, by key, value and what was expected.
+mod data;
 mod keys;
 mod layers;
 mod learner;
@@ -12,6 +13,7 @@ mod sections;
 mod suggest;
 mod task;
 
+pub use data::{DataConfig, QUESTION, Verifier};
 pub use keys::{Diverged, step_error};
 pub use layers::{DEFAULTS, Layers};
 pub use learner::LearnerConfig;
@@ -75,6 +77,8 @@ pub struct Config {
     pub run: RunConfig,
     /// `[task]`
     pub task: TaskConfig,
+    /// `[data]` and `model.folder`; absent: the tasks, and a model that is made here.
+    pub data: Option<DataConfig>,
     /// `[model]`
     pub model: ModelConfig,
     /// `[warmup]`
@@ -105,26 +109,25 @@ pub const RESUMABLE: [&str; 3] = ["grpo.steps", "checkpoint.every", "checkpoint.
 impl Config {
     /// The defaults under a file and `--set` assignments.
     pub fn load(file: Option<&Path>, assignments: &[String]) -> Result<Self, ConfigError> {
-        let mut layers = Layers::defaults();
-        if let Some(file) = file {
-            layers.lay_file(file)?;
-        }
-        for assignment in assignments {
-            layers.lay_assignment(assignment)?;
-        }
-        Self::read(&mut layers)
+        Self::read(&mut Layers::of_user(file, assignments)?)
     }
 
     /// Reads and checks every setting. Defaults that the task cannot fill are lowered in `layers` too.
     pub fn read(layers: &mut Layers) -> Result<Self, ConfigError> {
         let run = RunConfig::read(layers)?;
         let task = TaskConfig::read(layers)?;
+        let data = DataConfig::read(layers)?;
         let mixture = task.mixture().map_err(|error| task.refuse(layers, &error))?;
-        let notes = problem_counts::fit(layers, &mixture, run.seed)?;
+        let notes = match data {
+            Some(_) => Vec::new(),
+            None => problem_counts::fit(layers, &mixture, run.seed)?,
+        };
         let layers = &*layers;
+        let fingerprint = fingerprint(layers, data.as_ref());
         let config = Self {
             run,
             task: TaskConfig::read(layers)?,
+            data,
             model: ModelConfig::read(layers)?,
             warmup: WarmupConfig::read(layers)?,
             learner: LearnerConfig::read(layers)?,
@@ -134,7 +137,7 @@ impl Config {
             eval: EvalConfig::read(layers)?,
             checkpoint: CheckpointConfig::read(layers)?,
             toml: layers.to_toml(),
-            fingerprint: fingerprint(layers),
+            fingerprint,
             notes,
         };
         config.check_together(layers)?;
@@ -144,6 +147,9 @@ impl Config {
 
     /// What one setting alone does not show.
     fn check_together(&self, layers: &Layers) -> Result<(), ConfigError> {
+        if self.data.is_some() {
+            return Ok(());
+        }
         if self.task.train_problems < self.learner.prompts_per_step {
             let prompts = self.learner.prompts_per_step;
             return Err(layers.refuse(
@@ -169,15 +175,30 @@ impl Config {
     }
 }
 
-/// FNV-1a over the settings that fix a run's course. Against mistakes, not against malice.
-fn fingerprint(layers: &Layers) -> String {
+/// FNV-1a over the settings that fix a run's course, and over the files that they name. Against mistakes, not against
+/// malice.
+fn fingerprint(layers: &Layers, data: Option<&DataConfig>) -> String {
     let mut hash: u64 = 0xcbf2_9ce4_8422_2325;
-    // The folder may be moved or renamed.
-    let ignored = |key: &str| RESUMABLE.contains(&key) || key == "run.name" || key == "run.directory";
-    for (key, value) in layers.values().filter(|(key, _)| !ignored(key)) {
-        for byte in format!("{key}={value}\n").bytes() {
-            hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    let mut add = |bytes: &[u8]| {
+        for byte in bytes {
+            hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
         }
+    };
+    // The folder may be moved or renamed, and so may files: what is in them counts.
+    let paths = [
+        "run.name",
+        "run.directory",
+        "model.folder",
+        "data.train",
+        "data.held_out",
+    ];
+    let ignored = |key: &str| RESUMABLE.contains(&key) || paths.contains(&key);
+    for (key, value) in layers.values().filter(|(key, _)| !ignored(key)) {
+        add(format!("{key}={value}\n").as_bytes());
+    }
+    for path in data.iter().flat_map(|data| data.files()) {
+        // One that cannot be read is complained about where it is needed.
+        add(&std::fs::read(path).unwrap_or_default());
     }
     format!("{hash:016x}")
 }

@@ -12,6 +12,8 @@ type Result<T> = std::result::Result<T, ConfigError>;
 pub(super) const MANY: usize = 1_000_000_000;
 /// Problems of one set: more would take hours to evaluate.
 pub(super) const MOST_PROBLEMS: usize = 1_000_000;
+/// Completions of one problem.
+const MOST_SAMPLES: usize = 65_536;
 
 /// `[run]`
 #[derive(Clone, Debug)]
@@ -128,6 +130,10 @@ pub struct EvalConfig {
     pub every: usize,
     /// Held-out problems.
     pub problems: usize,
+    /// Completions that are sampled of each.
+    pub samples: usize,
+    /// The k of pass@k, at most `samples`.
+    pub pass_at: usize,
 }
 
 impl EvalConfig {
@@ -135,6 +141,8 @@ impl EvalConfig {
         Ok(Self {
             every: layers.count("eval.every", 0..=MANY)?,
             problems: layers.count("eval.problems", 1..=MOST_PROBLEMS)?,
+            samples: layers.count("eval.samples", 1..=MOST_SAMPLES)?,
+            pass_at: layers.count("eval.pass_at", 1..=layers.count("eval.samples", 1..=MOST_SAMPLES)?)?,
         })
     }
 }

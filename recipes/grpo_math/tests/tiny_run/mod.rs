@@ -3,6 +3,7 @@
 use serde_json::Value;
 use std::{
     fs,
+    ops::Range,
     path::{Path, PathBuf},
     process::{Child, Command, Output},
     thread::sleep,
@@ -35,6 +36,46 @@ pub const SETTINGS: &[&str] = &[
     "eval.problems=6",
     "checkpoint.every=2",
 ];
+
+/// Settings of a run of [`text_model`], with completions so short that random weights are right now and then.
+pub const TEXT_SETTINGS: &[&str] = &[
+    "data.prompt=say {question}",
+    "data.verifier=exact",
+    "grpo.steps=2",
+    "grpo.prompts_per_step=8",
+    "grpo.group_size=32",
+    "trainer.learning_rate=1e-3",
+    "trainer.lr_warmup_steps=0",
+    "rollout.max_new_tokens=1",
+    "eval.every=2",
+    "eval.problems=4",
+    "eval.samples=8",
+    "eval.pass_at=4",
+    "checkpoint.every=1",
+    "mismatch.decompose_every=1",
+];
+
+/// A Hugging Face folder: a model of random weights, and a tokenizer of as many tokens.
+pub fn text_model(folder: &Path) {
+    fs::create_dir_all(folder).unwrap();
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures");
+    for file in [
+        "qwen3moe_tiny/config.json",
+        "qwen3moe_tiny/model.safetensors",
+        "text_tiny/tokenizer.json",
+        "text_tiny/tokenizer_config.json",
+        "text_tiny/generation_config.json",
+    ] {
+        let file = fixtures.join(file);
+        fs::copy(&file, folder.join(file.file_name().unwrap())).unwrap();
+    }
+}
+
+/// Questions whose answer is one letter: what a random model writes now and then.
+pub fn text_problems(file: &Path, questions: Range<usize>) {
+    let line = |n: usize| serde_json::json!({"question": format!("letter {n}?"), "answer": "e"}).to_string() + "\n";
+    fs::write(file, questions.map(line).collect::<String>()).unwrap();
+}
 
 /// An empty folder for the runs of one test.
 pub fn folder(test: &str) -> PathBuf {
