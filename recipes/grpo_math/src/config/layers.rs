@@ -3,7 +3,7 @@
 use std::{
     cell::RefCell,
     collections::{BTreeMap, BTreeSet},
-    fmt::{self, Display},
+    fmt::Display,
     ops::RangeInclusive,
     path::Path,
 };
@@ -316,12 +316,6 @@ fn type_name(value: &Value) -> &'static str {
         Value::Datetime(_) => "a date",
         Value::Array(_) => "a list",
         Value::Table(_) => "a section",
-    }
-}
-
-impl fmt::Display for Layers {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.to_toml())
     }
 }
 
