@@ -16,3 +16,8 @@ pub struct SwapTheBackend;
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/how-to/add-quads-linear.md")]
 pub struct AddQuadsLinear;
+
+/// How to use a Hugging Face model.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/how-to/use-a-hugging-face-model.md")]
+pub struct UseAHuggingFaceModel;

@@ -3,7 +3,10 @@ use anyhow::{Context, Result, bail};
 use burn::backend::Flex;
 use burn_nvfp4::{Nvfp4, PackingAudit, Precision};
 use burn_quads::{
-    checkpoint::ModelFolder, modules::moe::QuadsMoe, modules::residual_masks::ResidualMasks, sync::pack_model,
+    checkpoint::{LoadProgress, ModelFolder},
+    modules::moe::QuadsMoe,
+    modules::residual_masks::ResidualMasks,
+    sync::pack_model,
     text::TextTokenizer,
 };
 use indicatif::{ProgressBar, ProgressStyle};
@@ -25,7 +28,8 @@ pub struct TextModel {
 }
 
 impl TextModel {
-    /// Loads a folder and packs its weights; a bar on standard error shows how far it is.
+    /// Loads a folder and packs its weights, unless the folder has them packed to NVFP4 already; a bar on standard error
+    /// shows how far it is.
     ///
     /// # Errors
     /// When the folder is damaged or of another model, or its sizes do not fit the precision.
@@ -43,13 +47,19 @@ impl TextModel {
         let bar = ProgressBar::new(0).with_style(
             ProgressStyle::with_template("Loading {wide_bar} {bytes}/{total_bytes}").expect("a valid template"),
         );
-        let model = folder.load(&Default::default(), |progress| {
+        let progress = |progress: LoadProgress<'_>| {
             bar.set_length(progress.total_bytes);
             bar.set_position(progress.bytes);
-        })?;
+        };
+        let device = Default::default();
+        let cannot = || format!("{} cannot run in {precision}", path.display());
+        let (model, audit) = match folder.quantization_config() {
+            Some(_) => folder
+                .load_packed(precision, masks.as_ref(), &device, progress)
+                .with_context(cannot)?,
+            None => pack_model(folder.load(&device, progress)?, precision, masks.as_ref()).with_context(cannot)?,
+        };
         bar.finish_and_clear();
-        let (model, audit) = pack_model(model, precision, masks.as_ref())
-            .with_context(|| format!("{} cannot run in {precision}", path.display()))?;
         Ok(Self {
             model,
             audit,

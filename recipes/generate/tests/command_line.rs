@@ -115,6 +115,25 @@ fn every_precision_answers() {
 }
 
 #[test]
+fn a_folder_that_is_packed_already_stays_packed() {
+    let folder = model("packed");
+    for file in ["config.json", "model.safetensors"] {
+        fs::remove_file(folder.join(file)).unwrap();
+        let from = fixtures().join("nvfp4_checkpoints/compressed_tensors/w4a16").join(file);
+        fs::copy(from, folder.join(file)).unwrap();
+    }
+    let arguments = |precision| ["--prompt", "what is", "--max-new-tokens", "8", "--precision", precision];
+    let (_, err) = text(&folder, &arguments("w4a4_rac"), "");
+    assert!(err.contains(": 12 of ") && err.contains("packed in w4a4_rac"), "{err}");
+    let output = generate(&folder, &arguments("fp8"), "");
+    let err = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        err.lines().last().unwrap().starts_with("error: ") && err.contains("cannot run in fp8"),
+        "{err}"
+    );
+}
+
+#[test]
 fn a_conversation_remembers_what_was_said() {
     let folder = model("conversation");
     let options = [
