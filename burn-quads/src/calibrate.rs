@@ -61,19 +61,7 @@ impl<B: QuadsBackend> Calibrator<B> {
     /// # Panics
     /// When `batch` is zero, a sequence is longer than the model allows, or a layer's input is no multiple of 16 wide.
     pub fn run(&self, sequences: &[Vec<u32>], batch: usize) {
-        assert!(batch > 0, "a calibration batch must hold at least one sequence");
-        let device = self.model.embed_tokens.weight.device();
-        for equal in sequences.chunk_by(|a, b| a.len() == b.len()) {
-            let seq = equal[0].len();
-            if seq == 0 {
-                continue;
-            }
-            for rows in equal.chunks(batch) {
-                let ids: Vec<i64> = rows.concat().into_iter().map(i64::from).collect();
-                let tokens = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [rows.len(), seq]), &device);
-                self.model.hidden_states(&TokenBatch::new(tokens));
-            }
-        }
+        run_sequences(&self.model, sequences, batch);
     }
 
     /// `Σ r²` of each channel, by layer in forward order.
@@ -96,6 +84,23 @@ impl<B: QuadsBackend> Calibrator<B> {
             Ok((layer.clone(), mask))
         });
         masks.collect()
+    }
+}
+
+/// Forward passes over `sequences`, as [`Calibrator::run`] has them.
+pub(crate) fn run_sequences<B: QuadsBackend>(model: &QuadsMoe<B>, sequences: &[Vec<u32>], batch: usize) {
+    assert!(batch > 0, "a calibration batch must hold at least one sequence");
+    let device = model.embed_tokens.weight.device();
+    for equal in sequences.chunk_by(|a, b| a.len() == b.len()) {
+        let seq = equal[0].len();
+        if seq == 0 {
+            continue;
+        }
+        for rows in equal.chunks(batch) {
+            let ids: Vec<i64> = rows.concat().into_iter().map(i64::from).collect();
+            let tokens = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [rows.len(), seq]), &device);
+            model.hidden_states(&TokenBatch::new(tokens));
+        }
     }
 }
 

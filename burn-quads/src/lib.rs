@@ -3,8 +3,7 @@
 //! Reading order: [`backend`] (operations with straight-through gradients), [`modules`] (layers and the model),
 //! [`sync`] (trainer to rollout), [`rollout`] (sampling), [`tasks`] (generated problems), [`dataset`] and [`rewards`]
 //! (problems in free text), [`text`] (tokenizers and chat templates), [`checkpoint`] (models in and out), [`grpo`]
-//! (learning),
-//! [`mismatch`] (how far the two sides differ).
+//! (learning), [`mismatch`] (how far the two sides differ), [`input_ranges`] (what inference engines ask for besides).
 #![warn(missing_docs)]
 
 pub mod backend;
@@ -14,6 +13,7 @@ pub mod checkpoint;
 pub mod dataset;
 pub mod grpo;
 mod host;
+pub mod input_ranges;
 pub mod layer_backend;
 pub mod mismatch;
 pub mod modules;

@@ -1,9 +1,9 @@
 //! Where activations enter a quantized layer: which residuals are compensated there, and what measures them.
-use burn::tensor::{Tensor, TensorPrimitive, backend::Backend};
+use burn::tensor::{Int, Tensor, TensorPrimitive, backend::Backend};
 use burn_nvfp4::Precision;
 use kernels_cubecl::{Activation, ResidualMask};
 
-use super::residual_probe::ResidualProbe;
+use super::{range_probe::RangeProbe, residual_probe::ResidualProbe};
 use crate::backend::QuadsBackend;
 
 /// The input of one or several quantized layers that share it (q/k/v of an attention; gate and up of the experts).
@@ -11,6 +11,7 @@ use crate::backend::QuadsBackend;
 pub struct ActivationSite {
     mask: Option<ResidualMask>,
     probe: Option<ResidualProbe>,
+    range_probe: Option<RangeProbe>,
 }
 
 impl ActivationSite {
@@ -27,6 +28,12 @@ impl ActivationSite {
     /// From now on every input is also measured by `probe`; see [`Calibrator`](crate::calibrate::Calibrator).
     pub fn set_probe(&mut self, probe: Option<ResidualProbe>) {
         self.probe = probe;
+    }
+
+    /// From now on the largest magnitude of every input is measured by `probe`; see
+    /// [`InputRanges`](crate::input_ranges::InputRanges).
+    pub fn set_range_probe(&mut self, probe: Option<RangeProbe>) {
+        self.range_probe = probe;
     }
 
     /// [`set_mask`](Self::set_mask) for an input of `k` channels.
@@ -71,9 +78,28 @@ impl ActivationSite {
     }
 
     /// Measures the input, rows in token order, if a probe is set.
-    pub(crate) fn observe<B: Backend>(&self, x: impl FnOnce() -> Tensor<B, 2>) {
+    pub(crate) fn observe<B: Backend>(&self, x: &Tensor<B, 2>) {
         if let Some(probe) = &self.probe {
-            probe.add(x());
+            probe.add(x.clone());
+        }
+        if let Some(probe) = &self.range_probe {
+            probe.add(x.clone());
+        }
+    }
+
+    /// Measures an input whose rows are sorted by expert: `counts` says how many each has, and `inverse` where the rows
+    /// are, in token order.
+    pub(crate) fn observe_sorted<B: Backend>(
+        &self,
+        x: &Tensor<B, 2>,
+        inverse: &Tensor<B, 1, Int>,
+        counts: &Tensor<B, 1, Int>,
+    ) {
+        if let Some(probe) = &self.probe {
+            probe.add(x.clone().select(0, inverse.clone()));
+        }
+        if let Some(probe) = &self.range_probe {
+            probe.add_sorted(x.clone(), counts.clone());
         }
     }
 

@@ -170,7 +170,7 @@ impl<B: QuadsBackend> QuadsExperts<B> {
         let [tokens, top_k] = routing.expert_ids.dims();
         let dispatch = Dispatch::new(routing.expert_ids.clone(), experts);
 
-        self.input.observe(|| x.clone());
+        self.input.observe(&x);
         let packed = is_packed(&self.down_proj.val());
         assert_eq!(
             is_packed(&self.gate_up_proj.val()),
@@ -188,8 +188,7 @@ impl<B: QuadsBackend> QuadsExperts<B> {
         // Quantized before the rows are repeated: once a token.
         let rows = quantize(&self.input, x).select(0, dispatch.tokens);
         let hidden = B::swiglu(grouped_linear(rows, gate_up_proj, dispatch.counts.clone()));
-        self.hidden
-            .observe(|| hidden.clone().select(0, dispatch.inverse.clone()));
+        self.hidden.observe_sorted(&hidden, &dispatch.inverse, &dispatch.counts);
         let rows = grouped_linear(quantize(&self.hidden, hidden), down_proj, dispatch.counts);
 
         // Back to token order, then summed in the router's order: the same sum whatever the batch.

@@ -275,7 +275,7 @@ impl<B: QuadsBackend, const N: usize> OuterScaleGroup<'_, B, N> {
         // One matrix: the gradient of a weight is then one product, not one for each leading index.
         let rows = shape[..D - 1].iter().product::<usize>();
         let mut x = x.reshape([rows, d_input]);
-        first.input.observe(|| x.clone());
+        first.input.observe(&x);
         let packed = is_packed(&first.weight.val());
         for member in &self.members[1..] {
             assert_eq!(
