@@ -1,5 +1,5 @@
 //! The command line.
-use burn_nvfp4::checkpoint::CheckpointFormat;
+use burn_nvfp4::{Precision, checkpoint::CheckpointFormat};
 use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
 
@@ -23,7 +23,8 @@ Examples:
   nvfp4_convert quantize Qwen3-30B-A3B Qwen3-30B-A3B-NVFP4
   nvfp4_convert quantize IN OUT --recipe modelopt --exclude model.layers.0.self_attn
   nvfp4_convert inspect OUT --original IN
-  nvfp4_convert verify OUT --original IN
+  nvfp4_convert quantize IN OUT --calibrate prompts.jsonl
+  nvfp4_convert verify OUT --original IN --prompts prompts.jsonl
   nvfp4_convert convert OUT OUT-modelopt --to modelopt
   nvfp4_convert dequantize OUT DENSE --dtype f32
 
@@ -60,6 +61,13 @@ pub struct QuantizeArgs {
     /// Exact path of a module that stays dense, with all inside it; may be given many times.
     #[arg(long, value_name = "MODULE")]
     pub exclude: Vec<String>,
+    /// Also writes static activation scales, measured on these JSON lines (input_ids, text, prompt, question or problem):
+    /// engines then run W4A4. Without it the result is weight-only (W4A16). Loads the whole model in f32.
+    #[arg(long, value_name = "FILE")]
+    pub calibrate: Option<PathBuf>,
+    /// Tokens of each line to use.
+    #[arg(long, value_name = "N", default_value_t = 512, requires = "calibrate")]
+    pub max_tokens: usize,
 }
 
 /// Options of `dequantize`.
@@ -110,6 +118,15 @@ pub struct VerifyArgs {
     /// Largest relative error of a layer; beyond it the command fails. NVFP4 has about 0.095 on Gaussian weights.
     #[arg(long, default_value_t = 0.2)]
     pub tolerance: f64,
+    /// Also compares the logits on these JSON lines (input_ids, text, prompt, question or problem). Loads both models.
+    #[arg(long, value_name = "FILE")]
+    pub prompts: Option<PathBuf>,
+    /// Tokens of each line to use.
+    #[arg(long, value_name = "N", default_value_t = 512, requires = "prompts")]
+    pub max_tokens: usize,
+    /// Precision of the packed model there: w4a16, w4a4 or w4a4_rac.
+    #[arg(long, default_value = "w4a16", requires = "prompts")]
+    pub precision: Precision,
 }
 
 #[cfg(test)]

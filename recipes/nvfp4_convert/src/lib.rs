@@ -9,16 +9,20 @@
 //! - [`shards`]: what every writing command does, given what becomes of each tensor;
 //! - [`elements`]: tensors of F32, BF16 and F16, in parts;
 //! - [`quantize`], [`dequantize`], [`convert`]: what becomes of each tensor;
-//! - [`inspect`], [`verify`]: tables about a checkpoint;
+//! - [`prompts`], [`calibrate`]: the activation scales of W4A4, from given text;
+//! - [`inspect`], [`verify`], [`logits_gap`]: what a checkpoint holds, and how far it is from its original;
 //! - [`table`]: how they are laid out.
 #![warn(missing_docs)]
 
+pub mod calibrate;
 pub mod cli;
 pub mod convert;
 pub mod dequantize;
 pub mod elements;
 pub mod inspect;
+pub mod logits_gap;
 pub mod output_folder;
+pub mod prompts;
 pub mod quantize;
 pub mod shards;
 pub mod source;

@@ -2,10 +2,12 @@
 use anyhow::{Context, Result};
 use clap::Parser;
 use nvfp4_convert::{
+    calibrate::{calibrate, remarks},
     cli::{Cli, Command, ConvertArgs, DequantizeArgs, InspectArgs, QuantizeArgs, VerifyArgs},
     convert::Convert,
     dequantize::Dequantize,
     inspect::inspect,
+    logits_gap,
     quantize::Quantize,
     shards::{self, Conversion, Converted},
     source::Source,
@@ -35,20 +37,24 @@ fn main() -> ExitCode {
 fn quantize(arguments: &QuantizeArgs) -> Result<()> {
     let source = Source::open(&arguments.input)?;
     let format = arguments.format.unwrap_or(arguments.recipe.format());
-    let quantize = Quantize::new(
-        &source,
-        arguments.recipe,
-        format,
-        arguments.exclude.iter().cloned(),
-        None,
-    )?;
-    let settings = json!({
+    // What takes no time is checked first.
+    let exclude = arguments.exclude.iter().cloned();
+    let mut quantize = Quantize::new(&source, arguments.recipe, format, exclude)?;
+    let mut settings = json!({
         "command": "quantize",
         "recipe": arguments.recipe,
         "format": format.to_string(),
         "exclude": arguments.exclude,
     });
-    write(&source, &arguments.output, settings, &quantize)
+    let mut notes = String::new();
+    if let Some(file) = &arguments.calibrate {
+        let ranges = calibrate(&arguments.input, file, arguments.max_tokens)?;
+        notes = remarks(&ranges);
+        settings["input_amax"] = json!(ranges.amax);
+        quantize = quantize.with_input_amax(ranges.amax);
+    }
+    write(&source, &arguments.output, settings, &quantize)?;
+    print(&notes)
 }
 
 fn dequantize(arguments: &DequantizeArgs) -> Result<()> {
@@ -106,6 +112,25 @@ fn compare(arguments: &VerifyArgs) -> Result<()> {
     print(&format!(
         "{} packed layers: relative error {:.4}, at most {:.4} ({})\n{} other tensors equal the original's\n",
         verified.layers, verified.error, verified.worst.1, verified.worst.0, verified.equal
+    ))?;
+    let Some(file) = &arguments.prompts else { return Ok(()) };
+    let gap = logits_gap::measure(
+        &arguments.input,
+        &arguments.original,
+        file,
+        arguments.max_tokens,
+        &arguments.precision,
+    )?;
+    print(&format!(
+        "logits in {} over {} tokens: mean difference {:.4}, at most {:.3}; same likeliest token {:.1} %\n\
+         log-probability of the next token: mean difference {:.4}; KL divergence {:.5} nats\n",
+        arguments.precision,
+        gap.tokens,
+        gap.mean,
+        gap.max,
+        100.0 * gap.same_top,
+        gap.log_prob,
+        gap.divergence
     ))
 }
 

@@ -81,8 +81,7 @@ enum Role {
 }
 
 impl<'a> Quantize<'a> {
-    /// `exclude` are paths of modules that stay dense, with all they contain. With `input_amax`, the output says how
-    /// activations are quantized too.
+    /// `exclude` are paths of modules that stay dense, with all they contain.
     ///
     /// # Errors
     /// When the model is quantized already, has nothing to quantize, or a path names nothing that would be.
@@ -91,7 +90,6 @@ impl<'a> Quantize<'a> {
         recipe: Recipe,
         format: CheckpointFormat,
         exclude: impl IntoIterator<Item = String>,
-        input_amax: Option<InputAmax>,
     ) -> Result<Self> {
         source.require_dense()?;
         let quantize = Self {
@@ -99,11 +97,19 @@ impl<'a> Quantize<'a> {
             recipe,
             format,
             exclude: exclude.into_iter().collect(),
-            input_amax,
+            input_amax: None,
             amax: RefCell::default(),
         };
         quantize.check_exclusions()?;
         Ok(quantize)
+    }
+
+    /// The output also says how activations are quantized: by a scale made of the largest magnitude of each module's.
+    pub fn with_input_amax(self, input_amax: InputAmax) -> Self {
+        Self {
+            input_amax: Some(input_amax),
+            ..self
+        }
     }
 
     fn role(&self, tensor: &FileTensor<'_>) -> Role {

@@ -86,7 +86,7 @@ pub fn json(path: &Path) -> Value {
 pub fn quantize(input: &Path, output: &Path, recipe: Recipe, exclude: &[&str]) -> anyhow::Result<Converted> {
     let source = Source::open(input)?;
     let exclude = exclude.iter().map(|path| path.to_string());
-    let quantize = Quantize::new(&source, recipe, recipe.format(), exclude, None)?;
+    let quantize = Quantize::new(&source, recipe, recipe.format(), exclude)?;
     shards::convert(&source, output, json!("quantize"), &quantize)
 }
 
