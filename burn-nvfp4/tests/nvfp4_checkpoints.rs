@@ -191,7 +191,13 @@ fn a_layer_becomes_a_packed_weight_as_it_is() {
     for name in ["compressed_tensors/w4a16", "modelopt/w4a4"] {
         let folder = checkpoint(name);
         let layer = folder.layer("model.layers.1.self_attn.k_proj").unwrap().unwrap();
-        let tensor = load_weight::<Flex, 2>(&[&[layer.clone()]], &Precision::W4A4, None, &Default::default()).unwrap();
+        let tensor = load_weight::<Flex, 2>(
+            &[std::slice::from_ref(&layer)],
+            &Precision::W4A4,
+            None,
+            &Default::default(),
+        )
+        .unwrap();
         assert_eq!(tensor.dims(), [64, 32]);
         let packed = packed_weight(&tensor).unwrap();
         assert_eq!(

@@ -17,7 +17,7 @@ use crate::{BLOCK, OuterScale, e2m1, e4m3, encode_scale, nvfp4};
 /// The makers whose packed weights can be made byte for byte.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WeightRecipe {
-    /// NVIDIA TransformerEngine's, ours: [`nvfp4`](crate::nvfp4).
+    /// NVIDIA TransformerEngine's, ours: [`nvfp4`](mod@crate::nvfp4).
     #[default]
     TransformerEngine,
     /// NVIDIA ModelOpt's (`NVFP4QTensor`, version 0.47).

@@ -13,7 +13,7 @@
 //!
 //! In reading order:
 //!
-//! - [`format`]: the two formats and their tensors;
+//! - [`mod@format`]: the two formats and their tensors;
 //! - [`scheme`]: what `config.json` and `hf_quant_config.json` say of them;
 //! - [`layer`]: one packed layer, checked;
 //! - [`folder`]: the packed layers of a checkpoint;

@@ -9,6 +9,17 @@ const MAX_DEPTH: usize = 40;
 /// Letters that may stand side by side as a product; longer words of other letters are text.
 const VARIABLES: &str = "abcknrtxyz";
 
+/// Functions of one number.
+const FUNCTIONS: [(&str, Function); 5] = [
+    ("\\sin", f64::sin),
+    ("\\cos", f64::cos),
+    ("\\tan", f64::tan),
+    ("\\ln", f64::ln),
+    ("\\log", f64::log10),
+];
+
+type Function = fn(f64) -> f64;
+
 /// What an expression is worth.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Value {
@@ -236,9 +247,11 @@ impl Reader<'_> {
     /// Whether a factor follows without a sign between.
     fn starts_factor(&mut self) -> bool {
         match self.peek() {
-            Some('\\') => ["\\frac", "\\sqrt", "\\pi", "\\sin", "\\cos", "\\tan", "\\ln", "\\log"]
-                .iter()
-                .any(|name| self.rest.starts_with(name)),
+            Some('\\') => {
+                let functions = FUNCTIONS.iter().map(|(name, _)| name);
+                let mut names = ["\\frac", "\\sqrt", "\\pi"].iter().chain(functions);
+                names.any(|name| self.rest.starts_with(name))
+            }
             Some(c) => c == '(' || c == '{' || c.is_ascii_alphabetic(),
             None => false,
         }
@@ -401,14 +414,7 @@ impl Reader<'_> {
         } else if self.command("\\pi") {
             Value::constant(std::f64::consts::PI)
         } else {
-            let functions: [(&str, fn(f64) -> f64); 5] = [
-                ("\\sin", f64::sin),
-                ("\\cos", f64::cos),
-                ("\\tan", f64::tan),
-                ("\\ln", f64::ln),
-                ("\\log", f64::log10),
-            ];
-            let (_, f) = functions.into_iter().find(|(name, _)| self.command(name))?;
+            let (_, f) = FUNCTIONS.into_iter().find(|(name, _)| self.command(name))?;
             let value = self.argument_of_function()?;
             Value {
                 exact: None,
