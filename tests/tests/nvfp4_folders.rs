@@ -77,9 +77,12 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 }
 
 /// Codes, block scales and outer scales of every packed parameter, in the model's order.
-fn packed_bytes(model: &QuadsMoe<B>) -> Vec<(Vec<u8>, Vec<u8>, Vec<f32>, OuterScaleConvention)> {
+/// Codes, block scales and outer scales of a weight.
+type Bytes = (Vec<u8>, Vec<u8>, Vec<f32>, OuterScaleConvention);
+
+fn packed_bytes(model: &QuadsMoe<B>) -> Vec<Bytes> {
     #[derive(Default)]
-    struct Packed(Vec<(Vec<u8>, Vec<u8>, Vec<f32>, OuterScaleConvention)>);
+    struct Packed(Vec<Bytes>);
     impl ModuleVisitor<B> for Packed {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
             if let Some(weight) = packed_weight(&param.val()) {
