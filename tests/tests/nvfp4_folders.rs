@@ -76,10 +76,10 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
-/// Codes, block scales and outer scales of every packed parameter, in the model's order.
 /// Codes, block scales and outer scales of a weight.
 type Bytes = (Vec<u8>, Vec<u8>, Vec<f32>, OuterScaleConvention);
 
+/// Those of every packed parameter, in the model's order.
 fn packed_bytes(model: &QuadsMoe<B>) -> Vec<Bytes> {
     #[derive(Default)]
     struct Packed(Vec<Bytes>);
