@@ -7,7 +7,7 @@
 //! Needs 5 GB of disk under FOLDER (the system's folder for temporary files by default), which it gives back. Each figure
 //! is of the same run: a loop that reads the shards, writes them and waits for the disk, 1 MiB at a time; then the program; then a
 //! process that loads the result into `QuadsMoe`. Memory is the largest `RssAnon` of the process, looked at every two
-//! milliseconds. Linux only.
+//! milliseconds. It fails when a figure is beyond what this project promises. Linux only.
 use anyhow::{Context, Result, ensure};
 use burn::backend::Flex;
 use burn_nvfp4::{
@@ -88,6 +88,15 @@ fn measure(base: &Path) -> Result<()> {
         peak as f64 / 1e6,
         peak as f64 / on_disk as f64,
         on_disk as f64 / 1e6
+    );
+    ensure!(
+        memory < 600_000_000,
+        "quantize: 600 MB of anonymous memory are promised"
+    );
+    ensure!(quantize <= 2.0 * copy, "quantize: half the speed of a copy is promised");
+    ensure!(
+        peak as f64 <= 1.2 * on_disk as f64,
+        "load packed: 1.2 times the size on disk is promised"
     );
     Ok(())
 }

@@ -268,12 +268,12 @@ impl Conversion for Quantize<'_> {
                     unreachable!("experts are a stack")
                 };
                 let d_out = rows / projections.len();
+                let layer = d_out * k * tensor.dtype().bitsize() / 8;
                 for expert in 0..experts {
-                    let size = tensor.bytes.len() / experts;
-                    let bytes = &tensor.bytes[expert * size..][..size];
-                    let amax = amax(tensor, bytes)?;
-                    let layers = bytes.chunks(size.max(1) / projections.len());
-                    for (module, bytes) in expert_modules(&path, expert, projections).zip(layers) {
+                    let first = expert * projections.len() * layer;
+                    let amax = amax(tensor, &tensor.bytes[first..first + projections.len() * layer])?;
+                    for (index, module) in expert_modules(&path, expert, projections).enumerate() {
+                        let bytes = &tensor.bytes[first + index * layer..][..layer];
                         self.write_layer(module, &Matrix::new(tensor.dtype(), bytes, d_out, k), amax, writer)?;
                     }
                 }

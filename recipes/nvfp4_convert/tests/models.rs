@@ -7,6 +7,7 @@ use kernels_cubecl::OuterScale;
 use nvfp4_convert::{
     calibrate::{calibrate, remarks},
     logits_gap,
+    quantize::Recipe,
 };
 use std::{
     fs,
@@ -178,4 +179,43 @@ fn logits_are_compared_with_the_originals() {
         said.contains("logits in w4a16 over 256 tokens: mean difference 0."),
         "{said}"
     );
+}
+
+#[test]
+fn layers_that_stay_dense_run_in_full_precision() {
+    let base = scratch("dense_layers");
+    let input = tiny(&base, "model_bf16.safetensors");
+    let gap = |name: &str, exclude: &[&str]| {
+        let output = base.join(name);
+        folders::quantize(&input, &output, Recipe::Te, exclude).unwrap();
+        logits_gap::measure(&output, &input, &calibration(), 16, &Precision::W4A4).unwrap()
+    };
+    let all = gap("all", &[]);
+    let experts_alone = gap(
+        "experts_alone",
+        &["model.layers.0.self_attn", "model.layers.1.self_attn"],
+    );
+    assert!(experts_alone.mean < all.mean, "{experts_alone:?}, {all:?}");
+    let one_output = gap(
+        "one_output",
+        &[
+            "model.layers.0",
+            "model.layers.1.mlp",
+            "model.layers.1.self_attn.q_proj",
+            "model.layers.1.self_attn.k_proj",
+            "model.layers.1.self_attn.v_proj",
+        ],
+    );
+    assert!(
+        one_output.mean > 0.0 && one_output.mean < 0.3 * all.mean,
+        "{one_output:?}, {all:?}"
+    );
+
+    // An engine that keeps all experts in one weight cannot have one of them dense.
+    let output = base.join("one_expert");
+    folders::quantize(&input, &output, Recipe::Te, &["model.layers.1.mlp.experts.3"]).unwrap();
+    let error = logits_gap::measure(&output, &input, &calibration(), 16, &Precision::W4A16).unwrap_err();
+    let expected = "mixed: model.layers.1.mlp.experts.0.gate_proj.weight is packed and \
+                    model.layers.1.mlp.experts.3.gate_proj.weight is not, but they are one weight";
+    assert!(error.to_string().contains(expected), "{error}");
 }
