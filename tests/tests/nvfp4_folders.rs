@@ -76,23 +76,30 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
-/// Codes, block scales and outer scales of a weight.
-type Bytes = (Vec<u8>, Vec<u8>, Vec<f32>, OuterScaleConvention);
+/// What a packed parameter consists of.
+struct Stored {
+    codes: Vec<u8>,
+    block_scales: Vec<u8>,
+    outer_scales: Vec<f32>,
+    convention: OuterScaleConvention,
+}
 
-/// Those of every packed parameter, in the model's order.
-fn packed_bytes(model: &QuadsMoe<B>) -> Vec<Bytes> {
-    #[derive(Default)]
-    struct Packed(Vec<Bytes>);
+/// Every packed parameter, in the model's order.
+fn stored(model: &QuadsMoe<B>) -> Vec<Stored> {
+    struct Packed(Vec<Stored>);
     impl ModuleVisitor<B> for Packed {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
             if let Some(weight) = packed_weight(&param.val()) {
-                let convention = weight.storage().convention;
-                self.0
-                    .push((weight.codes(), weight.block_scales(), weight.outer_scales(), convention));
+                self.0.push(Stored {
+                    codes: weight.codes(),
+                    block_scales: weight.block_scales(),
+                    outer_scales: weight.outer_scales(),
+                    convention: weight.storage().convention,
+                });
             }
         }
     }
-    let mut packed = Packed::default();
+    let mut packed = Packed(vec![]);
     model.visit(&mut packed);
     packed.0
 }
@@ -179,14 +186,19 @@ fn a_model_packed_here_goes_out_and_comes_back_as_it_is() {
         let like = FolderFormat::like(&original).with_shard_bytes(100_000);
         save_packed_folder(&model, &path, &like, &PackedFormat::new(format)).unwrap();
         let read = load(&path, &Precision::W4A16);
-        for (ours, read) in packed_bytes(&model).into_iter().zip(packed_bytes(&read)) {
-            assert_eq!((&ours.0, &ours.1), (&read.0, &read.1), "{format}");
-            assert_eq!(read.3, format.convention());
+        let (ours, theirs) = (stored(&model), stored(&read));
+        assert_eq!((ours.len(), theirs.len()), (12, 12));
+        for (ours, read) in ours.into_iter().zip(theirs) {
+            assert!(
+                ours.codes == read.codes && ours.block_scales == read.block_scales,
+                "{format}"
+            );
+            assert_eq!(read.convention, format.convention());
             let scales: Vec<f32> = match format.convention() {
-                OuterScaleConvention::Multiply => ours.2,
-                OuterScaleConvention::Divide => ours.2.iter().map(|scale| 1.0 / scale).collect(),
+                OuterScaleConvention::Multiply => ours.outer_scales,
+                OuterScaleConvention::Divide => ours.outer_scales.iter().map(|scale| 1.0 / scale).collect(),
             };
-            assert_eq!(read.2, scales, "{format}");
+            assert_eq!(read.outer_scales, scales, "{format}");
         }
         let read = logits(&read, &reference);
         match format.convention() {

@@ -33,7 +33,7 @@ pub fn verify(source: &Source, original: &Source, tolerance: f64) -> Result<Veri
         let this = layer_error(&layer.dequantize(), &dense_layer(original, module)?, module)?;
         (error, norm) = (error + this.0, norm + this.1);
         // NaN, of an original that has it, is worse than all.
-        if worst.0.is_empty() || relative(this).is_nan() || relative(this) > worst.1 {
+        if worst.0.is_empty() || relative(this).total_cmp(&worst.1).is_gt() {
             worst = (module.to_string(), relative(this));
         }
     }
@@ -58,7 +58,7 @@ pub fn verify(source: &Source, original: &Source, tolerance: f64) -> Result<Veri
             return Err(tensor.error(format!("missing in {}", source.path.display())).into());
         }
     }
-    if worst.1.is_nan() || worst.1 > tolerance {
+    if worst.1 > tolerance || worst.1.is_nan() {
         bail!(
             "{}: relative error {:.4}, beyond the tolerance of {tolerance}",
             worst.0,
