@@ -54,7 +54,7 @@ pub fn verify(source: &Source, original: &Source, tolerance: f64) -> Result<Veri
     for tensor in original.folder().tensors() {
         let module = tensor.name().strip_suffix(".weight").unwrap_or(tensor.name());
         let fused = tensor.shape().len() == 3;
-        if !fused && source.tensor(tensor.name()).is_none() && !packed.modules().any(|packed| packed == module) {
+        if !fused && source.tensor(tensor.name()).is_none() && !packed.is_packed(module) {
             return Err(tensor.error(format!("missing in {}", source.path.display())).into());
         }
     }

@@ -1,7 +1,15 @@
 //! What runs the model: activation scales from text, and the gap between the logits of a packed model and its original.
 mod folders;
 
-use burn_nvfp4::{Precision, checkpoint::Nvfp4Folder};
+use burn::backend::Flex;
+use burn_nvfp4::{
+    Nvfp4, Precision,
+    checkpoint::{CheckpointFormat, Nvfp4Folder},
+};
+use burn_quads::{
+    checkpoint::{FolderFormat, ModelFolder, PackedFormat, save_packed_folder},
+    sync::pack_model,
+};
 use folders::{fixtures, json, scratch, tiny};
 use kernels_cubecl::OuterScale;
 use nvfp4_convert::{
@@ -218,4 +226,31 @@ fn layers_that_stay_dense_run_in_full_precision() {
     let expected = "mixed: model.layers.1.mlp.experts.0.gate_proj.weight is packed and \
                     model.layers.1.mlp.experts.3.gate_proj.weight is not, but they are one weight";
     assert!(error.to_string().contains(expected), "{error}");
+}
+
+#[test]
+fn our_recipe_makes_the_file_that_a_rollout_s_model_is_saved_as() {
+    let base = scratch("rollout");
+    let input = tiny(&base, "model.safetensors");
+    let folder = ModelFolder::open(&input).unwrap();
+    let model = folder.load::<Nvfp4<Flex>>(&Default::default(), |_| {}).unwrap();
+    let (rollout, _) = pack_model(model, &Precision::W4A4Rac(Default::default()), None).unwrap();
+    let format = PackedFormat::new(CheckpointFormat::ModelOpt);
+    let saved = base.join("saved");
+    save_packed_folder(&rollout, &saved, &FolderFormat::like(&folder), &format).unwrap();
+
+    let input = input.to_str().unwrap();
+    let output = base.join("converted");
+    let said = program(&[
+        "quantize",
+        input,
+        output.to_str().unwrap(),
+        "--recipe",
+        "te",
+        "--format",
+        "modelopt",
+    ]);
+    assert!(said.status.success(), "{said:?}");
+    let [converted, saved] = [&output, &saved].map(|path| fs::read(path.join("model.safetensors")).unwrap());
+    assert!(converted == saved, "the files differ");
 }
