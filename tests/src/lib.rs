@@ -21,3 +21,8 @@ pub struct AddQuadsLinear;
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/how-to/use-a-hugging-face-model.md")]
 pub struct UseAHuggingFaceModel;
+
+/// How to read and write NVFP4 checkpoints.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/how-to/nvfp4-checkpoints.md")]
+pub struct Nvfp4Checkpoints;

@@ -103,6 +103,16 @@ fn run(line: &str, page: &str, folder: &Path, settings_file: &str, done: &mut BT
         ["cargo", "run", "--release", "-p", "grpo_math"] => vec![],
         ["cargo", "run", "--release", "-p", "grpo_math", "--", arguments @ ..] => arguments.to_vec(),
         ["grpo_math", arguments @ ..] => arguments.to_vec(),
+        // The other recipes run theirs.
+        ["cargo", "run", "--release", "-p", package, "--", ..]
+            if root()
+                .join("recipes")
+                .join(package)
+                .join("tests/documentation.rs")
+                .exists() =>
+        {
+            return;
+        }
         // The continuous integration runs these.
         ["cargo", "test", "--release", "--workspace"] => return,
         [
