@@ -17,10 +17,12 @@ import compressed_tensors
 import torch
 import transformers
 from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
-from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from compressed_tensors.compressors.nvfp4.helpers import quantize_and_pack_fp4, unpack_fp4_from_uint8
 from compressed_tensors.entrypoints.convert import ModelOptNvfp4Converter
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.quantization.quant_scheme import NVFP4
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from compressed_tensors.utils.match import match_name
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
@@ -31,6 +33,7 @@ program, fixtures, exports, out = (pathlib.Path(path) for path in sys.argv[1:])
 shutil.rmtree(out, ignore_errors=True)
 out.mkdir(parents=True)
 passed = failed = 0
+SHARING = [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]
 
 
 def check(ok, what):
@@ -116,6 +119,26 @@ def check_transformers(folder, dense):
           f"but for the global scale of {forgotten}")
 
 
+def check_recipe(folder, dense):
+    """A folder made by `--recipe compressed-tensors` from dense weights in F32: the package's own functions make the same."""
+    weights = tensors(folder)
+    arguments = QuantizationArgs(**NVFP4["weights"].model_dump())
+    equal = True
+    for module in packed_modules(weights):
+        parent, name = module.rsplit(".", 1)
+        sharing = next((group for group in SHARING if name in group), [name])
+        scales = [generate_gparam(*torch.aminmax(dense[f"{parent}.{member}.weight"])) for member in sharing]
+        scale, weight = torch.stack(scales).min().reshape(1), dense[f"{module}.weight"]
+        blocks = weight.unflatten(-1, (-1, 16))
+        block_scales, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), arguments, global_scale=scale)
+        codes = quantize_and_pack_fp4(weight, block_scales, global_scale=scale, zero_point=None, group_size=16)
+        equal &= torch.equal(scale, weights[f"{module}.weight_global_scale"])
+        equal &= torch.equal(block_scales.to(torch.float8_e4m3fn).view(torch.uint8),
+                             weights[f"{module}.weight_scale"].view(torch.uint8))
+        equal &= torch.equal(codes, weights[f"{module}.weight_packed"])
+    check(equal, f"{folder.name}: compressed-tensors packs the F32 weights to the same bytes")
+
+
 def check_modelopt(folder):
     """A folder in ModelOpt's format: compressed-tensors' converter makes of it what ours does."""
     quantization = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
@@ -137,6 +160,12 @@ def check_dense(folder, reference):
     difference = (logits - reference["weight_only.logits"]).abs().max().item()
     check(complete and difference <= 1e-4, f"{folder.name}: as dense weights in transformers, logits differ by {difference:.1e}")
 
+
+in_f32 = out / "tiny_f32"
+in_f32.mkdir()
+shutil.copy(fixtures / "qwen3moe_tiny/config.json", in_f32)
+shutil.copy(fixtures / "qwen3moe_tiny/model.safetensors", in_f32)
+check_recipe(convert("quantize", in_f32, "--recipe", "compressed-tensors"), tensors(in_f32))
 
 source = out / "tiny"
 source.mkdir()

@@ -113,6 +113,31 @@ mod tests {
     }
 
     #[test]
+    fn the_largest_magnitude_is_found_in_whichever_piece() {
+        let folder = std::env::temp_dir().join(format!("nvfp4_convert_pieces_{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let path = folder.join("x.safetensors");
+        for dtype in [Dtype::F32, Dtype::BF16, Dtype::F16] {
+            let mut values = vec![0.5; 1_000_003];
+            values[999_999] = -7.0;
+            let spec = TensorSpec {
+                name: "w".into(),
+                dtype,
+                shape: vec![values.len()],
+            };
+            let mut writer = SafetensorsWriter::create(&path, vec![spec], BTreeMap::new()).unwrap();
+            let mut bytes = vec![0; values.len() * dtype.bitsize() / 8];
+            encode(dtype, &values, &mut bytes);
+            writer.write("w", &bytes).unwrap();
+            writer.finish().unwrap();
+            let file = SafetensorsFile::open(&path).unwrap();
+            let tensor = file.tensor("w").unwrap();
+            assert_eq!(amax(&tensor, tensor.bytes).unwrap(), 7.0, "{dtype}");
+        }
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
     fn the_largest_magnitude_is_found_and_nan_is_refused() {
         let folder = std::env::temp_dir().join(format!("nvfp4_convert_amax_{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();

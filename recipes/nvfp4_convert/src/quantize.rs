@@ -398,3 +398,37 @@ impl<'a> Matrix<'a> {
         Ok(weight)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{dequantize::dense_bytes, elements::encode};
+    use kernels_cubecl::{WeightView, amax};
+
+    #[test]
+    fn a_matrix_of_many_pieces_is_packed_and_decoded_as_one() {
+        // Pieces are of 431 rows, and the last one has fewer.
+        let (rows, k) = (1000, 304);
+        let value = |i: usize| ((i * 7919 % 2003) as f32 - 1001.0) * 2f32.powi((i * 31 % 7) as i32 - 12);
+        let values: Vec<f32> = (0..rows * k).map(value).collect();
+        for dtype in [Dtype::F32, Dtype::BF16, Dtype::F16] {
+            let mut bytes = vec![0; values.len() * dtype.bitsize() / 8];
+            encode(dtype, &values, &mut bytes);
+            let mut stored = vec![0.0; values.len()];
+            decode(dtype, &bytes, &mut stored);
+            let amax = 1.5 * amax(&stored);
+            for recipe in [Recipe::Te, Recipe::Modelopt, Recipe::CompressedTensors] {
+                let recipe = recipe.of(dtype);
+                let packed = Matrix::new(dtype, &bytes, rows, k).pack(recipe, amax).unwrap();
+                let layout = WeightLayout::RowMajor;
+                let whole = host::quantize_weight_by(recipe, &stored, rows, k, layout, Some(amax)).unwrap();
+                assert!(packed == whole, "{dtype} {recipe:?}");
+                let mut decoded = vec![0.0; values.len()];
+                host::dequantize_weight(WeightView::Nvfp4(whole.view()), layout, &mut decoded).unwrap();
+                let mut expected = vec![0; bytes.len()];
+                encode(dtype, &decoded, &mut expected);
+                assert!(dense_bytes(&packed.view(), dtype) == expected, "{dtype} {recipe:?}");
+            }
+        }
+    }
+}
