@@ -9,8 +9,8 @@ mod offline;
 
 use cubecl::prelude::*;
 use kernels_cubecl::device::{
-    Amax, Element, MatmulOptions, Matrix, PackedActivations, PackedWeight, Residual, Route, Routing, grouped_matmul,
-    matmul, pack_weight, quantize,
+    Amax, Element, Fp8Rows, MatmulOptions, Matrix, PackedActivations, PackedWeight, Residual, Route, Routing,
+    grouped_matmul, matmul, matmul_fp8, pack_weight, pack_weight_fp8, quantize, quantize_fp8,
 };
 use kernels_cubecl::{Compensation, Granularity, ResidualMask, WeightLayout};
 use offline::{Architecture, OfflineCuda, SOURCES};
@@ -24,6 +24,7 @@ fn main() -> std::io::Result<()> {
         let client = OfflineCuda::client(&Architecture(arch));
         quantizers(&client);
         packers(&client);
+        fp8s(&client);
         for route in Route::ALL.into_iter().filter(|route| route.is_available(&client)) {
             matmuls(&client, route);
         }
@@ -141,5 +142,29 @@ fn matmuls(client: &Client, route: Route) {
         sparse.residual_steps = Some(client.empty(4 * 16));
         matmul(client, &sparse, &w(1, 1024, 1024), options).expect("operands fit");
         label(client, &format!("{route:?}_sparse"));
+    }
+}
+
+fn fp8s(client: &Client) {
+    quantize_fp8(client, &matrix(client, Element::BF16, 4, 8192)).expect("the device has bf16");
+    label(client, "quantize_fp8");
+    pack_weight_fp8(
+        client,
+        &client.empty(64 * 64 * 4),
+        [1, 64, 64],
+        WeightLayout::Transposed,
+    );
+    label(client, "pack_fp8");
+    let rows = |rows: usize, k: usize| Fp8Rows {
+        codes: client.empty(rows * k),
+        scales: client.empty(4 * rows),
+        experts: 1,
+        rows,
+        k,
+    };
+    for tokens in [8, 64] {
+        let options = MatmulOptions::default();
+        matmul_fp8(client, &rows(tokens, 8192), &rows(8192, 8192), None, options).expect("operands fit");
+        label(client, &format!("Fp8_{tokens}x8192"));
     }
 }

@@ -305,6 +305,7 @@ fn load_left(
 }
 
 #[cube]
+#[allow(unused_assignments, reason = "see below")]
 fn multiply_step(
     def: &MmaDefinition<e2m1x2, e2m1x2, f32>,
     sums: &mut Sequence<Array<Vector<f32, Const<2>>>>,

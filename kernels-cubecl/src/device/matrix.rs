@@ -311,7 +311,7 @@ pub(super) fn read<R: Runtime, T: CubeElement + Clone>(
 }
 
 /// The first `used` of every `stride` bytes.
-fn read_rows<R: Runtime>(
+pub(super) fn read_rows<R: Runtime>(
     client: &ComputeClient<R>,
     handle: &Handle,
     rows: usize,

@@ -36,7 +36,8 @@
 //! - `pack`: weights to codes;
 //! - `route`: which matmul kernel runs where, and their launch table;
 //! - `grouping`: tokens sorted by expert, for all of them;
-//! - `portable`, `decode`, `bf16_mma`, `block_scaled_mma`: a file a route; `mma16` decodes for two of them.
+//! - `portable`, `decode`, `bf16_mma`, `block_scaled_mma`: a file a route; `mma16` decodes for two of them;
+//! - `fp8`: the baseline.
 #![allow(
     clippy::manual_is_multiple_of,
     clippy::too_many_arguments,
@@ -49,6 +50,7 @@ mod block_scaled_mma;
 mod client;
 mod decode;
 mod format;
+mod fp8;
 mod grouping;
 mod matrix;
 mod mma16;
@@ -62,6 +64,7 @@ mod selection;
 pub use client::cuda;
 #[cfg(feature = "vulkan")]
 pub use client::vulkan;
+pub use fp8::{Fp8Rows, matmul_fp8, pack_weight_fp8, quantize_fp8};
 pub use matrix::{Element, Error, Matrix, PackedActivations, PackedWeight};
 pub use pack::{Amax, divides_exactly, pack_weight};
 pub use quantize::{DeviceMask, Residual, quantize};

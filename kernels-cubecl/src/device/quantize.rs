@@ -266,7 +266,7 @@ fn launch<R: Runtime, F: Numeric + CubeElement>(
 }
 
 /// One cube a row, in two dimensions: a dimension holds at most 65,535.
-fn rows_grid(rows: usize) -> CubeCount {
+pub(super) fn rows_grid(rows: usize) -> CubeCount {
     const WIDTH: usize = 32_768;
     CubeCount::Static(rows.min(WIDTH) as u32, rows.div_ceil(WIDTH) as u32, 1)
 }

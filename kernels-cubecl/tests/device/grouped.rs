@@ -24,7 +24,7 @@ fn upload_experts(client: &Client, experts: &[Nvfp4Weight]) -> PackedWeight {
     PackedWeight::from_host(client, &experts.iter().map(Nvfp4Weight::view).collect::<Vec<_>>()).unwrap()
 }
 
-fn routing(client: &Client, counts: &[u32], gather: Option<&[u32]>) -> Routing {
+pub fn routing(client: &Client, counts: &[u32], gather: Option<&[u32]>) -> Routing {
     Routing {
         counts: client.create_from_slice(u32::as_bytes(counts)),
         tokens: counts.iter().sum::<u32>() as usize,

@@ -5,7 +5,7 @@ use kernels_cubecl::device::{Amax, divides_exactly, pack_weight};
 use kernels_cubecl::{Nvfp4Weight, OuterScale, WeightLayout, amax, host};
 
 /// The device, if its division is correctly rounded: packing happens on the host otherwise.
-fn exact_client() -> Option<Client> {
+pub fn exact_client() -> Option<Client> {
     let client = client()?;
     if divides_exactly(&client).unwrap() {
         return Some(client);
