@@ -280,93 +280,106 @@ fn multiply_tile<Y: Float>(
         }
     }
     let mut next_active = now_active;
+    // A turn multiplies `step - 1` from one buffer and puts `step` into the other, in turns of a quarter, since tensor
+    // cores work while the next quarter is decoded; then it fetches `step + 1`, with half of the products still to come.
     for step in 0..steps + 1 {
-        // Registers hold `step`; shared memory holds `step - 1`, except at first.
         let to = (step % 2) * comptime!(lines * PITCH);
-        if step < steps {
-            put(
-                &mut shared,
-                &x_packed,
-                &x_words,
-                to,
-                half,
-                comptime!(plan.tokens()),
-                plan,
-            );
-            if comptime!(plan.residual) {
-                if next_active != 0u32 {
+        let from = ((step + 1) % 2) * comptime!(lines * PITCH);
+        let w_to = to + comptime!((plan.lines() - plan.rows()) * PITCH);
+        let r_to = to + comptime!(plan.tokens() * PITCH);
+        let mut after_next = next_active;
+        #[unroll]
+        for quarter in 0..4usize {
+            if step > 0 {
+                multiply_quarter(&shared, &mut sums, from, now_active, &def, quarter, plan);
+            }
+            if comptime!(quarter < 2) {
+                if step < steps {
                     put(
                         &mut shared,
-                        &r_packed,
-                        &r_words,
-                        to + comptime!(plan.tokens() * PITCH),
+                        &w_packed,
+                        &w_words,
+                        w_to,
                         half,
+                        quarter,
+                        comptime!(plan.rows()),
+                        plan,
+                    );
+                    put(
+                        &mut shared,
+                        &x_packed,
+                        &x_words,
+                        to,
+                        half,
+                        quarter,
                         comptime!(plan.tokens()),
                         plan,
                     );
+                    if comptime!(plan.residual) {
+                        if next_active != 0u32 {
+                            put(
+                                &mut shared,
+                                &r_packed,
+                                &r_words,
+                                r_to,
+                                half,
+                                quarter,
+                                comptime!(plan.tokens()),
+                                plan,
+                            );
+                        }
+                    }
                 }
             }
-            let w_at = comptime!((plan.lines() - plan.rows()) * PITCH);
-            put(
-                &mut shared,
-                &w_packed,
-                &w_words,
-                to + w_at,
-                half,
-                comptime!(plan.rows()),
-                plan,
-            );
-        }
-        let multiplied = now_active;
-        now_active = next_active;
-        if step + 1 < steps {
-            fetch(
-                x_codes,
-                x_scales,
-                &x_rows,
-                0usize,
-                &mut x_packed,
-                &mut x_words,
-                step + 1,
-                steps,
-                x_loads,
-            );
-            mask_outside(&x_inside, &mut x_words, x_loads);
-            fetch(
-                w_codes,
-                w_scales,
-                &w_rows,
-                0usize,
-                &mut w_packed,
-                &mut w_words,
-                step + 1,
-                steps,
-                w_loads,
-            );
-            if comptime!(plan.sparse) {
-                next_active = active[step + 1];
-            }
-            if comptime!(plan.residual) {
-                if next_active != 0u32 {
+            if comptime!(quarter == 1) {
+                if step + 1 < steps {
+                    fetch(
+                        w_codes,
+                        w_scales,
+                        &w_rows,
+                        0usize,
+                        &mut w_packed,
+                        &mut w_words,
+                        step + 1,
+                        steps,
+                        w_loads,
+                    );
                     fetch(
                         x_codes,
                         x_scales,
                         &x_rows,
-                        sources,
-                        &mut r_packed,
-                        &mut r_words,
+                        0usize,
+                        &mut x_packed,
+                        &mut x_words,
                         step + 1,
                         steps,
                         x_loads,
                     );
-                    mask_outside(&x_inside, &mut r_words, x_loads);
+                    mask_outside(&x_inside, &mut x_words, x_loads);
+                    if comptime!(plan.sparse) {
+                        after_next = active[step + 1];
+                    }
+                    if comptime!(plan.residual) {
+                        if after_next != 0u32 {
+                            fetch(
+                                x_codes,
+                                x_scales,
+                                &x_rows,
+                                sources,
+                                &mut r_packed,
+                                &mut r_words,
+                                step + 1,
+                                steps,
+                                x_loads,
+                            );
+                            mask_outside(&x_inside, &mut r_words, x_loads);
+                        }
+                    }
                 }
             }
         }
-        if step > 0 {
-            let from = ((step + 1) % 2) * comptime!(lines * PITCH);
-            multiply_step(&shared, &mut sums, from, multiplied, &def, plan);
-        }
+        now_active = next_active;
+        next_active = after_next;
         sync_cube();
     }
 
@@ -434,7 +447,7 @@ fn mask_outside(inside: &Array<u32>, words: &mut Array<u32>, #[comptime] loads: 
     }
 }
 
-/// Decodes this unit's rows into shared memory.
+/// Decodes half of each of this unit's pieces into shared memory: two words of eight codes.
 #[cube]
 fn put(
     shared: &mut SharedMemory<Vector<f16, Const<8>>>,
@@ -442,6 +455,7 @@ fn put(
     words: &Array<u32>,
     to: usize,
     half: usize,
+    #[comptime] part: usize,
     #[comptime] rows: usize,
     #[comptime] plan: Plan,
 ) {
@@ -450,25 +464,26 @@ fn put(
     for i in 0..comptime!(plan.loads(rows)) {
         let line = (UNIT_POS as usize + comptime!(i * threads)) / 2;
         if comptime!((2 * rows) % threads == 0) || line < rows {
-            let at = to + line * PITCH + half * 4;
             let codes = packed[i];
+            let scale = decode_scale(words[i], comptime!(part as u32));
             #[unroll]
-            for q in 0..4usize {
-                let scale = decode_scale(words[i], comptime!(q as u32 / 2));
-                shared[at + q] = Vector::<f16, Const<8>>::reinterpret(decode_word(codes[q], scale));
+            for q in 0..2usize {
+                let at = to + line * PITCH + half * 4 + comptime!(2 * part + q);
+                shared[at] = Vector::<f16, Const<8>>::reinterpret(decode_word(codes[comptime!(2 * part + q)], scale));
             }
         }
     }
 }
 
-/// Multiplies one K step from shared memory.
+/// Multiplies 16 of a K step's 64 values from shared memory.
 #[cube]
-fn multiply_step(
+fn multiply_quarter(
     shared: &SharedMemory<Vector<f16, Const<8>>>,
     sums: &mut Sequence<Array<Vector<f32, Const<2>>>>,
     from: usize,
     active: u32,
     def: &MmaDefinition<f16, f16, f32>,
+    #[comptime] quarter: usize,
     #[comptime] plan: Plan,
 ) {
     let lane = UNIT_POS_PLANE as usize;
@@ -476,28 +491,26 @@ fn multiply_step(
     let token0 = (warp / plan.warps.1) * comptime!(plan.tiles.0 * 16);
     let row0 = (warp % plan.warps.1) * comptime!(plan.tiles.1 * 8);
     let w_from = from + comptime!((plan.lines() - plan.rows()) * PITCH);
-    // Two halves of 32; one ldmatrix loads a weight fragment for both steps of 16 in a half.
+    // One ldmatrix loads two fragments of weights: lanes 0..16 point at the first's rows, the others at the second's.
+    let mut right = Sequence::<Array<Vector<f16, Const<2>>>>::new();
     #[unroll]
-    for half in 0..2usize {
-        let mut right = Sequence::<Array<Vector<f16, Const<2>>>>::new();
-        #[unroll]
-        for j in 0..plan.tiles.1 {
-            let at = w_from + (row0 + comptime!(j * 8) + lane % 8) * PITCH + comptime!(half * 4) + lane / 8;
-            let line = shared.slice(at, at + 1);
-            right.push(def.load_matrix::<Vector<f16, Const<8>>, Const<2>>(&line, MatrixIdent::B, 4usize, false));
-        }
-        multiply_half(shared, sums, &right, from, token0, lane, def, half, plan);
-        if comptime!(plan.residual) {
-            if active != 0u32 {
-                let from = from + comptime!(plan.tokens() * PITCH);
-                multiply_half(shared, sums, &right, from, token0, lane, def, half, plan);
-            }
+    for j in 0..comptime!(plan.tiles.1 / 2) {
+        let line = row0 + comptime!(j * 16) + lane / 16 * 8 + lane % 8;
+        let at = w_from + line * PITCH + comptime!(2 * quarter) + lane / 8 % 2;
+        let line = shared.slice(at, at + 1);
+        right.push(def.load_matrix::<Vector<f16, Const<8>>, Const<2>>(&line, MatrixIdent::B, 4usize, false));
+    }
+    multiply_rows(shared, sums, &right, from, token0, lane, def, quarter, plan);
+    if comptime!(plan.residual) {
+        if active != 0u32 {
+            let from = from + comptime!(plan.tokens() * PITCH);
+            multiply_rows(shared, sums, &right, from, token0, lane, def, quarter, plan);
         }
     }
 }
 
 #[cube]
-fn multiply_half(
+fn multiply_rows(
     shared: &SharedMemory<Vector<f16, Const<8>>>,
     sums: &mut Sequence<Array<Vector<f32, Const<2>>>>,
     right: &Sequence<Array<Vector<f16, Const<2>>>>,
@@ -505,25 +518,22 @@ fn multiply_half(
     token0: usize,
     lane: usize,
     def: &MmaDefinition<f16, f16, f32>,
-    #[comptime] half: usize,
+    #[comptime] quarter: usize,
     #[comptime] plan: Plan,
 ) {
     #[unroll]
-    for q in 0..2usize {
+    for i in 0..plan.tiles.0 {
+        let at = from + (token0 + comptime!(i * 16) + lane % 16) * PITCH + comptime!(2 * quarter) + lane / 16;
+        let line = shared.slice(at, at + 1);
+        let left = def.load_matrix::<Vector<f16, Const<8>>, Const<2>>(&line, MatrixIdent::A, 4usize, false);
         #[unroll]
-        for i in 0..plan.tiles.0 {
-            let at = from + (token0 + comptime!(i * 16) + lane % 16) * PITCH + comptime!(half * 4 + q * 2) + lane / 16;
-            let line = shared.slice(at, at + 1);
-            let left = def.load_matrix::<Vector<f16, Const<8>>, Const<2>>(&line, MatrixIdent::A, 4usize, false);
-            #[unroll]
-            for j in 0..plan.tiles.1 {
-                let both = right.index(j);
-                let mut fragment = Array::<Vector<f16, Const<2>>>::new(2usize);
-                fragment[0] = both[comptime!(q * 2)];
-                fragment[1] = both[comptime!(q * 2 + 1)];
-                let sum = sums.index_mut(comptime!(i * plan.tiles.1 + j));
-                def.execute_inplace(&left, &fragment, sum);
-            }
+        for j in 0..plan.tiles.1 {
+            let both = right.index(comptime!(j / 2));
+            let mut fragment = Array::<Vector<f16, Const<2>>>::new(2usize);
+            fragment[0] = both[comptime!(j % 2 * 2)];
+            fragment[1] = both[comptime!(j % 2 * 2 + 1)];
+            let sum = sums.index_mut(comptime!(i * plan.tiles.1 + j));
+            def.execute_inplace(&left, &fragment, sum);
         }
     }
 }

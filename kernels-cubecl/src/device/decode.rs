@@ -4,13 +4,12 @@
 //! of the residual pass are further columns: one more MMA on a weight fragment that is decoded already, and no further
 //! weight traffic. Up to four tokens share one tile with their residuals.
 //!
-//! A warp takes `groups` groups of 16 weight rows and walks over `k` in chunks of 256; the `splits` warps of a cube that
-//! hold the same rows take chunks in turn, and add up at the end. Lane `4g + t` holds 64 consecutive values of rows `g`
-//! and `g + 8`: two 16-byte loads of codes and one word of scales a row, straight from the packed layout. The tensor core
-//! does not care which `k` sits in which slot as long as both operands agree. Weights of the next chunk load into
-//! registers as soon as those of this one are used up; there is no barrier on their way.
-//!
-//! Activations are decoded once a cube into shared memory, in the form of fragments, for as many chunks as fit.
+//! A warp takes `groups` groups of 16 weight rows and walks over `k` in chunks of 256; the `splits` warps of a cube hold
+//! the same rows, take chunks in turn, and add up at the end. Lane `4g + t` holds 64 consecutive values of rows `g` and
+//! `g + 8`: two 16-byte loads of codes and one word of scales a row, straight from the packed layout. It holds the same
+//! piece of token `g` of every tile. (The tensor core does not care which `k` sits in which slot as long as both operands
+//! agree.) Nothing passes through shared memory, and there is no barrier before the end: what hides the latency of memory
+//! is that a warp's next chunk is on its way to registers while this one is multiplied.
 //!
 //! The order of a sum depends on `splits` and on `k` alone: a chunk after the other within a warp, first pass and residual
 //! apart, then `first + residual` of one warp after the other.
@@ -25,29 +24,19 @@ use half::f16;
 
 /// Values of `k` that a warp takes at a time.
 const CHUNK: usize = 256;
-/// Words of a chunk that a lane holds, of one row.
-const WORDS: usize = 8;
-/// Bytes of shared memory for decoded activations, at most.
-const STAGE: usize = 128 * 1024;
-
-/// Bytes of shared memory of a cube, at most.
-pub(super) const MOST_SHARED: usize = STAGE + 32 * 1024;
-
 /// What is compiled into a decode kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Plan {
-    /// Groups of 16 weight rows a warp.
+    /// Groups of 16 weight rows.
     pub groups: usize,
-    /// Warps side by side along the weight's rows.
-    pub columns: usize,
     /// Warps that share the chunks of `k`.
     pub splits: usize,
+    /// Chunks of weights in registers: 2, or 1 whose halves are refilled as soon as they are used up.
+    pub buffers: usize,
     /// Tiles of 8 tokens; 0 where up to four tokens share a tile with their residuals.
     pub tiles: usize,
     /// With a residual pass.
     pub residual: bool,
-    /// Chunks of activations in shared memory, a multiple of `splits`.
-    pub staged: usize,
     /// Tokens sorted by expert.
     pub grouped: bool,
     /// Rows of activations by index.
@@ -55,30 +44,40 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// Launch table. `splits` depends on the weight's shape alone, so that a row's bits do.
+    /// Launch table, measured on an H200. `splits` depends on the weight's shape alone, so that a row's bits do.
     pub(crate) fn new(tokens: usize, rows: usize, kp: usize, residual: bool, grouped: bool, gathered: bool) -> Self {
         let chunks = kp.div_ceil(CHUNK);
-        let most = if rows >= 8192 || chunks < 16 { 8 } else { 16 };
-        let splits = chunks.min(most);
-        // With 16 splits the activations of 16 chunks are in shared memory at once: two tiles of both passes would not fit.
-        let most_tiles = if splits > 8 && residual { 1 } else { 2 };
-        let tiles = if grouped { 1 } else { tokens.div_ceil(8).min(most_tiles) };
-        let columns = if !grouped && rows >= 8192 && splits <= 8 { 2 } else { 1 };
+        let splits = match rows {
+            0..4096 => (chunks / 2).clamp(4, 16),
+            4096..8192 => 16,
+            _ => 8,
+        };
+        let splits = splits.min(chunks);
+        let tiles = match (grouped, residual && tokens <= 4) {
+            (true, _) => 1,
+            (false, true) => 0,
+            // Registers: 16 warps of two tiles of both passes would not fit.
+            (false, false) if splits > 8 && residual => 1,
+            (false, false) => tokens.div_ceil(8).min(2),
+        };
         let mut plan = Self {
-            groups: 2,
-            columns,
+            groups: 1,
             splits,
+            buffers: 1,
             tiles,
             residual,
-            staged: 0,
             grouped,
             gathered,
         };
-        if !grouped && residual && tokens <= 4 {
-            plan.tiles = 0;
+        plan.groups = match rows {
+            _ if grouped => 4,
+            0..4096 => 1,
+            4096..8192 => 2,
+            _ => 4,
+        };
+        if plan.groups == 4 && splits <= 8 && plan.operands() == 1 && chunks > splits && !grouped {
+            plan.buffers = 2;
         }
-        let fits = STAGE / (plan.operands() * 8 * CHUNK * 2);
-        plan.staged = (fits / splits * splits).clamp(splits, chunks.next_multiple_of(splits));
         plan
     }
 
@@ -89,7 +88,7 @@ impl Plan {
 
     /// Rows of the weight of a cube.
     pub(crate) fn rows(&self) -> usize {
-        16 * self.groups * self.columns
+        16 * self.groups
     }
 
     /// Tokens in columns 0..4 of the only tile, residuals in 4..8.
@@ -97,17 +96,18 @@ impl Plan {
         self.tiles == 0
     }
 
-    /// Tiles of 8 columns: tokens, then residuals.
+    /// Tiles of 8 columns of the output.
+    fn columns(&self) -> usize {
+        self.tiles.max(1)
+    }
+
+    /// Tiles of 8 columns that are multiplied: tokens, then residuals.
     fn operands(&self) -> usize {
         if self.stacked() {
             1
         } else {
             self.tiles * (1 + usize::from(self.residual))
         }
-    }
-
-    fn warps(&self) -> usize {
-        self.columns * self.splits
     }
 }
 
@@ -126,7 +126,7 @@ pub(super) fn launch<R: Runtime, Y: Float + CubeElement>(
         multiply::launch_unchecked::<Y, R>(
             client,
             CubeCount::Static(w.rows.div_ceil(plan.rows()) as u32, groups.tiles as u32, 1),
-            CubeDim::new_1d(32 * plan.warps() as u32),
+            CubeDim::new_1d(32 * plan.splits as u32),
             array(&x.codes, x.passes * x.tokens * kp / 8),
             array(&x.block_scales, x.passes * x.tokens * kp / 64),
             array(&x.units, x.tokens),
@@ -203,33 +203,66 @@ fn multiply_tile<Y: Float>(
     last: usize,
     #[comptime] plan: Plan,
 ) {
-    let def = MmaDefinition::<f16, f16, f32>::new(16usize, 8usize, 16usize);
     let operands = comptime!(plan.operands());
     let rows = rows as usize;
     let kp = kp as usize;
     let chunks = kp.div_ceil(CHUNK);
     let lane = UNIT_POS_PLANE as usize;
-    let warp = UNIT_POS as usize / 32;
-    let column = warp % plan.columns;
-    let split = warp / plan.columns;
-    let row0 = CUBE_POS_X as usize * comptime!(plan.rows()) + column * comptime!(16 * plan.groups);
+    let split = UNIT_POS as usize / 32;
+    let piece = lane % 4;
 
-    // This lane's rows, each clamped to the weight: a row past the end is computed and not stored.
-    let mut code_rows = Array::<u32>::new(comptime!(2 * plan.groups));
+    // This lane's rows of the weight and of each operand, clamped: what lies past the end is computed and not stored.
+    let mut w_rows = Array::<u32>::new(comptime!(2 * plan.groups));
     #[unroll]
     for i in 0..comptime!(2 * plan.groups) {
-        let row = min(row0 + lane / 4 + comptime!(8 * i), rows - 1);
-        code_rows[i] = u32::cast_from(expert * rows + row);
+        let row = min(
+            CUBE_POS_X as usize * comptime!(plan.rows()) + lane / 4 + comptime!(8 * i),
+            rows - 1,
+        );
+        w_rows[i] = u32::cast_from(expert * rows + row);
     }
-    let piece = lane % 4;
-    let mut codes = Array::<Vector<u32, Const<4>>>::new(comptime!(4 * plan.groups));
-    let mut scales = Array::<u32>::new(comptime!(2 * plan.groups));
-    let mut next_scales = Array::<u32>::new(comptime!(2 * plan.groups));
-    load_codes(w_codes, &code_rows, &mut codes, split, piece, kp, 0usize, plan);
-    load_codes(w_codes, &code_rows, &mut codes, split, piece, kp, 1usize, plan);
-    load_scales(w_scales, &code_rows, &mut next_scales, split, piece, kp, plan);
+    let buffers = comptime!(plan.buffers);
+    let w_lines = comptime!(2 * plan.groups);
+    let mut w = Array::<Vector<u32, Const<4>>>::new(comptime!(2 * plan.buffers * w_lines));
+    let mut w_steps = Array::<u32>::new(comptime!(2 * w_lines));
+    fetch_codes(w_codes, &w_rows, &mut w, split, piece, kp, 0usize, 0usize, w_lines);
+    fetch_codes(w_codes, &w_rows, &mut w, split, piece, kp, 1usize, 0usize, w_lines);
+    fetch_scales(w_scales, &w_rows, &mut w_steps, split, piece, kp, 0usize, w_lines);
 
-    let mut stage = SharedMemory::<Vector<u32, Const<4>>>::new(comptime!(plan.staged * WORDS * plan.operands() * 32));
+    let mut x_rows = Array::<u32>::new(operands);
+    #[unroll]
+    for b in 0..operands {
+        let mut token = first + comptime!(b % plan.columns() * 8) + lane / 4;
+        let mut pass = comptime!(b / plan.columns()).runtime();
+        if comptime!(plan.stacked()) {
+            token = first + lane / 4 % 4;
+            pass = lane / 16;
+        }
+        let token = min(token, last - 1);
+        let mut source = token;
+        if comptime!(plan.gathered) {
+            source = gather[token] as usize;
+        }
+        x_rows[b] = u32::cast_from(source + pass * sources as usize);
+    }
+    let mut x = Array::<Vector<u32, Const<4>>>::new(comptime!(2 * plan.operands()));
+    let mut x_steps = Array::<u32>::new(comptime!(2 * plan.operands()));
+    fetch_codes(x_codes, &x_rows, &mut x, split, piece, kp, 0usize, 0usize, operands);
+    fetch_codes(x_codes, &x_rows, &mut x, split, piece, kp, 1usize, 0usize, operands);
+    fetch_scales(x_scales, &x_rows, &mut x_steps, split, piece, kp, 0usize, operands);
+
+    // Scales of the outputs, for the end.
+    let mut tile_units = SharedMemory::<f32>::new(comptime!(8 * plan.columns()));
+    if UNIT_POS < comptime!(8 * plan.columns() as u32) {
+        let token = min(first + UNIT_POS as usize, last - 1);
+        let mut source = token;
+        if comptime!(plan.gathered) {
+            source = gather[token] as usize;
+        }
+        tile_units[UNIT_POS as usize] = units[source];
+    }
+    let outer = outer_scales[expert];
+
     let mut sums = Sequence::<Array<Vector<f32, Const<2>>>>::new();
     #[unroll]
     for _ in 0..comptime!(plan.groups * plan.operands()) {
@@ -239,262 +272,215 @@ fn multiply_tile<Y: Float>(
         sums.push(sum);
     }
 
-    let phases = chunks.div_ceil(plan.staged);
-    for phase in 0..phases {
-        let base = phase * plan.staged;
-        if phase > 0 {
-            sync_cube();
-        }
-        stage_activations(
-            x_codes,
-            x_scales,
-            gather,
-            &mut stage,
-            base,
-            first,
-            last,
-            sources as usize,
-            kp,
-            plan,
-        );
-        sync_cube();
-        let end = min(base + plan.staged, chunks);
-        for chunk in range_stepped(base + split, end, plan.splits) {
+    // Two chunks a turn, so that the buffers' numbers are known to the compiler.
+    let turns = (chunks - split).div_ceil(2 * plan.splits);
+    for turn in 0..turns {
+        #[unroll]
+        for parity in 0..2usize {
+            let chunk = split + (2 * turn + parity) * plan.splits;
             let next = chunk + plan.splits;
-            #[unroll]
-            for i in 0..comptime!(2 * plan.groups) {
-                scales[i] = next_scales[i];
-            }
-            if next < chunks {
-                load_scales(w_scales, &code_rows, &mut next_scales, next, piece, kp, plan);
-            }
-            let at = (chunk - base) * comptime!(WORDS * plan.operands() * 32) + lane;
-            #[unroll]
-            for j in 0..WORDS {
-                // Rows g and g + 8 of every group, decoded.
-                let mut decoded = Array::<Vector<u32, Const<4>>>::new(comptime!(2 * plan.groups));
-                #[unroll]
-                for i in 0..comptime!(2 * plan.groups) {
-                    let words = codes[comptime!(2 * i + j / 4)];
-                    decoded[i] = decode_word(
-                        words[comptime!(j % 4)],
-                        decode_scale(scales[i], comptime!(j as u32 / 2)),
+            let other = comptime!((1 - parity) % buffers);
+            if chunk < chunks {
+                if next < chunks {
+                    fetch_scales(
+                        w_scales,
+                        &w_rows,
+                        &mut w_steps,
+                        next,
+                        piece,
+                        kp,
+                        comptime!(1 - parity),
+                        w_lines,
                     );
+                    fetch_scales(
+                        x_scales,
+                        &x_rows,
+                        &mut x_steps,
+                        next,
+                        piece,
+                        kp,
+                        comptime!(1 - parity),
+                        operands,
+                    );
+                    if comptime!(buffers == 2) {
+                        fetch_codes(w_codes, &w_rows, &mut w, next, piece, kp, 0usize, other, w_lines);
+                        fetch_codes(w_codes, &w_rows, &mut w, next, piece, kp, 1usize, other, w_lines);
+                    }
                 }
                 #[unroll]
-                for b in 0..operands {
-                    let tile = stage[at + comptime!((j * operands + b) * 32)];
-                    #[unroll]
-                    for q in 0..2usize {
-                        let mut right = Array::<Vector<f16, Const<2>>>::new(2usize);
-                        right[0] = Vector::<f16, Const<2>>::reinterpret(tile[comptime!(2 * q)]);
-                        right[1] = Vector::<f16, Const<2>>::reinterpret(tile[comptime!(2 * q + 1)]);
-                        #[unroll]
-                        for a in 0..plan.groups {
-                            let upper = decoded[comptime!(2 * a)];
-                            let lower = decoded[comptime!(2 * a + 1)];
-                            let mut left = Array::<Vector<f16, Const<2>>>::new(4usize);
-                            left[0] = Vector::<f16, Const<2>>::reinterpret(upper[comptime!(2 * q)]);
-                            left[1] = Vector::<f16, Const<2>>::reinterpret(lower[comptime!(2 * q)]);
-                            left[2] = Vector::<f16, Const<2>>::reinterpret(upper[comptime!(2 * q + 1)]);
-                            left[3] = Vector::<f16, Const<2>>::reinterpret(lower[comptime!(2 * q + 1)]);
-                            let sum = sums.index_mut(comptime!(a * operands + b));
-                            def.execute_inplace(&left, &right, sum);
+                for half in 0..2usize {
+                    multiply_half(&w, &w_steps, &x, &x_steps, &mut sums, half, parity, plan);
+                    // This half of the words is used up.
+                    if next < chunks {
+                        fetch_codes(x_codes, &x_rows, &mut x, next, piece, kp, half, 0usize, operands);
+                        if comptime!(buffers == 1) {
+                            fetch_codes(w_codes, &w_rows, &mut w, next, piece, kp, half, 0usize, w_lines);
                         }
-                    }
-                }
-                // The first, resp. second, four words of every row are used up.
-                if comptime!(j == 3) {
-                    if next < chunks {
-                        load_codes(w_codes, &code_rows, &mut codes, next, piece, kp, 0usize, plan);
-                    }
-                }
-                if comptime!(j == 7) {
-                    if next < chunks {
-                        load_codes(w_codes, &code_rows, &mut codes, next, piece, kp, 1usize, plan);
                     }
                 }
             }
         }
     }
-    store(units, outer_scales, gather, y, &sums, rows, expert, first, last, plan);
+    store(&tile_units, outer, y, &sums, rows, first, last, plan);
 }
 
-/// Words `4 · half..` of every row's piece of a chunk.
+/// Words `4 · half..` of every row's piece of a chunk, into a buffer. A piece past the end is read from inside the row;
+/// its scales are zero.
 #[cube]
-fn load_codes(
-    w_codes: &Array<Vector<u32, Const<4>>>,
-    code_rows: &Array<u32>,
-    codes: &mut Array<Vector<u32, Const<4>>>,
+fn fetch_codes(
+    codes: &Array<Vector<u32, Const<4>>>,
+    rows: &Array<u32>,
+    to: &mut Array<Vector<u32, Const<4>>>,
     chunk: usize,
     piece: usize,
     kp: usize,
     #[comptime] half: usize,
-    #[comptime] plan: Plan,
+    #[comptime] buffer: usize,
+    #[comptime] lines: usize,
 ) {
-    // A piece past the end has scales of zero; its codes may be any.
     let vector = min(chunk * 8 + piece * 2, kp / 32 - 2) + half;
     #[unroll]
-    for i in 0..comptime!(2 * plan.groups) {
-        codes[comptime!(2 * i + half)] = w_codes[code_rows[i] as usize * (kp / 32) + vector];
+    for i in 0..lines {
+        to[comptime!((buffer * 2 + half) * lines + i)] = codes[rows[i] as usize * (kp / 32) + vector];
     }
 }
 
 #[cube]
-fn load_scales(
-    w_scales: &Array<u32>,
-    code_rows: &Array<u32>,
-    scales: &mut Array<u32>,
+fn fetch_scales(
+    scales: &Array<u32>,
+    rows: &Array<u32>,
+    to: &mut Array<u32>,
     chunk: usize,
     piece: usize,
     kp: usize,
-    #[comptime] plan: Plan,
+    #[comptime] buffer: usize,
+    #[comptime] lines: usize,
 ) {
     let step = chunk * 4 + piece;
     let inside = step < kp / 64;
     let step = min(step, kp / 64 - 1);
     #[unroll]
-    for i in 0..comptime!(2 * plan.groups) {
-        scales[i] = select(inside, w_scales[code_rows[i] as usize * (kp / 64) + step], 0u32);
+    for i in 0..lines {
+        to[comptime!(buffer * lines + i)] = select(inside, scales[rows[i] as usize * (kp / 64) + step], 0u32);
     }
 }
 
-/// Decodes `plan.staged` chunks of the cube's activations, from `base` on, to fragments:
-/// `stage[chunk][word][operand][lane]`.
+/// Multiplies four words of every row: 32 values of `k` a lane.
 #[cube]
-fn stage_activations(
-    x_codes: &Array<Vector<u32, Const<4>>>,
-    x_scales: &Array<u32>,
-    gather: &Array<u32>,
-    stage: &mut SharedMemory<Vector<u32, Const<4>>>,
-    base: usize,
-    first: usize,
-    last: usize,
-    sources: usize,
-    kp: usize,
+fn multiply_half(
+    w: &Array<Vector<u32, Const<4>>>,
+    w_steps: &Array<u32>,
+    x: &Array<Vector<u32, Const<4>>>,
+    x_steps: &Array<u32>,
+    sums: &mut Sequence<Array<Vector<f32, Const<2>>>>,
+    #[comptime] half: usize,
+    #[comptime] parity: usize,
     #[comptime] plan: Plan,
 ) {
+    let def = MmaDefinition::<f16, f16, f32>::new(16usize, 8usize, 16usize);
     let operands = comptime!(plan.operands());
-    // Eight vectors of four words a row and chunk.
-    let per_row = comptime!(plan.staged * 8);
-    let units = comptime!(32 * plan.warps());
-    for item in range_stepped(
-        UNIT_POS as usize,
-        comptime!(plan.staged * 8 * plan.operands() * 8),
-        units,
-    ) {
-        let line = item / per_row;
-        let vector = item % per_row;
-        let operand = line / 8;
-        let column = line % 8;
-        let mut token = first + operand * 8 + column;
-        let mut residual = 0usize;
-        if comptime!(plan.stacked()) {
-            token = first + column % 4;
-            residual = column / 4;
-        } else if comptime!(plan.residual) {
-            token = first + (operand % plan.tiles) * 8 + column;
-            residual = operand / plan.tiles;
-        }
-        let at = base * 8 + vector;
-        let piece = vector % 8 / 2;
-        let word = vector % 2 * 4;
-        let mut codes = Vector::<u32, Const<4>>::zeroed();
-        let mut scales = 0u32;
-        if token < last && at < kp / 32 {
-            let mut source = token;
-            if comptime!(plan.gathered) {
-                source = gather[token] as usize;
-            }
-            let row = source + residual * sources;
-            codes = x_codes[row * (kp / 32) + at];
-            scales = x_scales[row * (kp / 64) + at / 2] >> u32::cast_from(at % 2 * 16);
-        }
-        let to = (vector / 8 * WORDS + word) * comptime!(operands * 32) + operand * 32 + column * 4 + piece;
+    let w_lines = comptime!(2 * plan.groups);
+    let buffer = comptime!(parity % plan.buffers);
+    #[unroll]
+    for j in 0..4usize {
+        let byte = comptime!(2 * half as u32 + j as u32 / 2);
+        let mut tiles = Array::<Vector<u32, Const<4>>>::new(operands);
         #[unroll]
-        for i in 0..4usize {
-            let scale = decode_scale(scales, comptime!(i as u32 / 2));
-            stage[to + comptime!(i * operands * 32)] = decode_word(codes[i], scale);
+        for b in 0..operands {
+            let words = x[comptime!(half * operands + b)];
+            tiles[b] = decode_word(words[j], decode_scale(x_steps[comptime!(parity * operands + b)], byte));
+        }
+        #[unroll]
+        for a in 0..plan.groups {
+            let words = w[comptime!((buffer * 2 + half) * w_lines + 2 * a)];
+            let upper = decode_word(
+                words[j],
+                decode_scale(w_steps[comptime!(parity * w_lines + 2 * a)], byte),
+            );
+            let words = w[comptime!((buffer * 2 + half) * w_lines + 2 * a + 1)];
+            let lower = decode_word(
+                words[j],
+                decode_scale(w_steps[comptime!(parity * w_lines + 2 * a + 1)], byte),
+            );
+            #[unroll]
+            for q in 0..2usize {
+                let mut left = Array::<Vector<f16, Const<2>>>::new(4usize);
+                left[0] = Vector::<f16, Const<2>>::reinterpret(upper[comptime!(2 * q)]);
+                left[1] = Vector::<f16, Const<2>>::reinterpret(lower[comptime!(2 * q)]);
+                left[2] = Vector::<f16, Const<2>>::reinterpret(upper[comptime!(2 * q + 1)]);
+                left[3] = Vector::<f16, Const<2>>::reinterpret(lower[comptime!(2 * q + 1)]);
+                #[unroll]
+                for b in 0..operands {
+                    let tile = tiles[b];
+                    let mut right = Array::<Vector<f16, Const<2>>>::new(2usize);
+                    right[0] = Vector::<f16, Const<2>>::reinterpret(tile[comptime!(2 * q)]);
+                    right[1] = Vector::<f16, Const<2>>::reinterpret(tile[comptime!(2 * q + 1)]);
+                    let sum = sums.index_mut(comptime!(a * operands + b));
+                    def.execute_inplace(&left, &right, sum);
+                }
+            }
         }
     }
 }
 
-/// Adds the sums of all warps that share rows, and scales.
+/// Adds the sums of all warps, and scales.
 #[cube]
 fn store<Y: Float>(
-    units: &Array<f32>,
-    outer_scales: &Array<f32>,
-    gather: &Array<u32>,
+    tile_units: &SharedMemory<f32>,
+    outer: f32,
     y: &mut Array<Y>,
     sums: &Sequence<Array<Vector<f32, Const<2>>>>,
     rows: usize,
-    expert: usize,
     first: usize,
     last: usize,
     #[comptime] plan: Plan,
 ) {
     // [warp][group][tile][element][lane]
-    let tiles = comptime!(if plan.stacked() { 1 } else { plan.tiles });
+    let columns = comptime!(plan.columns());
     let operands = comptime!(plan.operands());
-    let per_warp = comptime!(plan.groups * tiles * 128);
-    let mut partial = SharedMemory::<f32>::new(comptime!(
-        plan.warps() * plan.groups * if plan.stacked() { 1 } else { plan.tiles } * 128
-    ));
+    let per_warp = comptime!(plan.groups * plan.columns() * 128);
+    let mut partial = SharedMemory::<f32>::new(comptime!(plan.splits * plan.groups * plan.columns() * 128));
     let lane = UNIT_POS_PLANE as usize;
-    let warp = UNIT_POS as usize / 32;
+    let split = UNIT_POS as usize / 32;
     #[unroll]
     for a in 0..plan.groups {
         #[unroll]
-        for b in 0..tiles {
+        for b in 0..columns {
             #[unroll]
             for e in 0..4usize {
                 let first_pass = sums.index(comptime!(a * operands + b));
                 let pair = first_pass[comptime!(e / 2)];
                 let mut value = pair[comptime!(e % 2)];
-                if comptime!(operands == 2 * tiles) {
-                    let second_pass = sums.index(comptime!(a * operands + (b + tiles) % operands));
+                if comptime!(operands == 2 * columns) {
+                    let second_pass = sums.index(comptime!(a * operands + (b + columns) % operands));
                     let pair = second_pass[comptime!(e / 2)];
                     value += pair[comptime!(e % 2)];
                 }
-                partial[warp * per_warp + comptime!(((a * tiles + b) * 4 + e) * 32) + lane] = value;
+                partial[split * per_warp + comptime!(((a * columns + b) * 4 + e) * 32) + lane] = value;
             }
         }
     }
     sync_cube();
-    let outer = outer_scales[expert];
-    for at in range_stepped(
-        UNIT_POS as usize,
-        comptime!(plan.columns) * per_warp,
-        comptime!(32 * plan.warps()),
-    ) {
+    for at in range_stepped(UNIT_POS as usize, per_warp, comptime!(32 * plan.splits)) {
         let lane = at % 32;
         let element = at / 32 % 4;
-        let tile = at / 128 % tiles;
-        let group = at / (128 * tiles) % plan.groups;
-        let column = at / per_warp;
-        let token = first + tile * 8 + 2 * (lane % 4) + element % 2;
-        let row = CUBE_POS_X as usize * comptime!(plan.rows())
-            + column * comptime!(16 * plan.groups)
-            + group * 16
-            + element / 2 * 8
-            + lane / 4;
+        let column = at / 128 % columns * 8 + 2 * (lane % 4) + element % 2;
+        let group = at / (128 * columns);
+        let token = first + column;
+        let row = CUBE_POS_X as usize * comptime!(plan.rows()) + group * 16 + element / 2 * 8 + lane / 4;
         // Stacked: lanes 2 and 3 of four hold the residuals of lanes 0 and 1.
         let inside = !comptime!(plan.stacked()) || lane % 4 < 2;
         if inside && token < last && row < rows {
             let mut sum = 0.0f32;
             #[unroll]
             for z in 0..plan.splits {
-                let mut value = partial[at + comptime!(z * plan.columns) * per_warp];
+                let mut value = partial[at + comptime!(z) * per_warp];
                 if comptime!(plan.stacked()) {
-                    value += partial[at + comptime!(z * plan.columns) * per_warp + 2];
+                    value += partial[at + comptime!(z) * per_warp + 2];
                 }
                 sum += value;
             }
-            let mut source = token;
-            if comptime!(plan.gathered) {
-                source = gather[token] as usize;
-            }
-            y[token * rows + row] = Y::cast_from(scale_output(sum * UNDO, units[source], outer));
+            y[token * rows + row] = Y::cast_from(scale_output(sum * UNDO, tile_units[column], outer));
         }
     }
 }

@@ -24,17 +24,46 @@ pub(crate) fn e4m3_decode(byte: u32) -> f32 {
     select(magnitude < 8u32, subnormal, normal)
 }
 
-/// Code of `y ≥ 0`, ties to even, saturating at 6.
+/// Bits of 2^23, where f32 has steps of 1.
+const BIAS: u32 = 0x4b00_0000;
+
+/// What the biases of eight codes add up to, each shifted by four bits more than the last.
+pub(crate) const BIASES: u32 = {
+    let (mut sum, mut i) = (0u32, 0);
+    while i < 8 {
+        sum = (sum << 4).wrapping_add(BIAS);
+        i += 1;
+    }
+    sum
+};
+
+/// Code of `y ≥ 0` plus [`BIAS`]; ties to even, saturating at 6.
 ///
-/// Adding 2^22 times a power of two rounds to half of it: steps of 0.5 below 2, 1 below 4, 2 above. The sum's low bits
-/// count steps, and each doubling of the step has two codes before it. (Subtracting the power again would give the value,
-/// but Vulkan compilers reassociate the two to nothing.)
+/// The code is `2y` below 2, `y + 2` below 4, `y/2 + 4` above, rounded to an integer: the least of the three, each rounded
+/// once, by adding 2^23.
+#[cube]
+pub(crate) fn e2m1_biased(y: f32) -> u32 {
+    let low = y * 2.0 + 8388608.0;
+    let middle = y + 8388610.0;
+    let high = y * 0.5 + 8388612.0;
+    u32::reinterpret(min(min(low, middle), min(high, 8388615.0)))
+}
+
+/// Code of `y ≥ 0`.
 #[cube]
 pub(crate) fn e2m1_encode(y: f32) -> u32 {
-    let y = min(y, 6.0);
-    let magic = (u32::reinterpret(max(y, 1.0)) & 0x7f80_0000u32) + comptime!(22u32 << 23);
-    let sum = y + f32::reinterpret(magic);
-    u32::reinterpret(sum) - magic + (magic >> 22u32) - 298u32
+    e2m1_biased(y) - BIAS
+}
+
+/// Value of a code of [`e2m1_biased`] with a sign in bit 31. Where f32 subnormals count, the code in the upper bits of the
+/// mantissa is its value times 2^-126.
+#[cube]
+pub(crate) fn e2m1_value(biased: u32, sign: u32, #[comptime] subnormals: bool) -> f32 {
+    if comptime!(subnormals) {
+        f32::reinterpret((biased << 22u32) | sign) * comptime!(2f32.powi(126))
+    } else {
+        e2m1_decode((biased & 7u32) | (sign >> 28u32))
+    }
 }
 
 /// Value of the low four bits.

@@ -3,13 +3,12 @@
 //! One cube a row. A unit (thread) keeps its blocks of 16 in registers: it takes their amax, waits for the row's, encodes,
 //! subtracts what the codes give, and encodes the selected rest once more. Every product is exact because the row's
 //! scale is a power of two, so contraction to fused multiply-adds changes no bit.
-use super::format::{INFINITE, e2m1_decode, e2m1_encode, e4m3_decode, e4m3_encode};
+use super::format::{BIASES, INFINITE, e2m1_biased, e2m1_value, e4m3_decode, e4m3_encode};
 use super::matrix::{Element, Error, Matrix, PackedActivations, allocate, array, upload};
 use super::{K_STEP, selection};
 use crate::nvfp4::SIXTH;
 use crate::residual::unit_count;
 use crate::{Activation, BLOCK, Compensation, Granularity, ResidualMask};
-use cubecl::features::Plane;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -126,15 +125,24 @@ pub(crate) struct Plan {
     pub blocks: usize,
     pub load: Load,
     pub kind: Kind,
-    /// Planes of 32 units with plane-wide operations.
-    pub planes: bool,
+    /// Compiled by NVIDIA's compiler: planes of 32 units, f32 subnormals that count, correctly rounded division.
+    pub nvidia: bool,
 }
 
-/// Launch table: units a cube and blocks a unit for rows of `kp` channels.
-fn shape(kp: usize, most_units: usize) -> (usize, usize) {
+/// Launch table: units a cube and blocks a unit for rows of `kp` channels. Few rows want all units at once; many rows
+/// share out what a row costs over more blocks.
+fn shape(tokens: usize, kp: usize, most_units: usize) -> (usize, usize) {
     let blocks = kp / BLOCK;
-    let units = blocks.next_power_of_two().clamp(32, most_units.min(512));
-    (units, blocks.div_ceil(units).max(1))
+    let most = if tokens <= 128 { 512 } else { 128 };
+    let units = blocks.next_power_of_two().clamp(32, most_units.min(most));
+    match blocks.div_ceil(units).max(1) {
+        // More would not stay in registers.
+        5.. => {
+            let units = blocks.div_ceil(4).next_power_of_two().min(most_units.min(1024));
+            (units, blocks.div_ceil(units))
+        }
+        per_unit => (units, per_unit),
+    }
 }
 
 /// Quantizes `x` (`[tokens, k]`); with a residual, its second pass follows the first.
@@ -176,17 +184,15 @@ pub fn quantize<R: Runtime>(
         return Ok(packed);
     }
     let hardware = &client.properties().hardware;
-    let (units, blocks) = shape(kp, hardware.max_units_per_cube as usize);
-    let planes = hardware.plane_size_min == 32
-        && hardware.plane_size_max == 32
-        && client.properties().features.plane.contains(Plane::Ops);
+    let (units, blocks) = shape(tokens, kp, hardware.max_units_per_cube as usize);
+    let nvidia = R::name(client).contains("cuda");
     let load = load(client, x);
     let plan = Plan {
         units,
         blocks,
         load,
         kind,
-        planes,
+        nvidia,
     };
     match (x.element, load) {
         (_, Load::WordVectors | Load::Words) => launch::<R, u32>(client, x, residual, &packed, plan),
@@ -299,6 +305,7 @@ fn quantize_rows<F: Numeric, N: Size>(
     let mut bytes = SharedMemory::<u32>::new(comptime!(2 * plan.units * plan.blocks));
 
     let mut v = Array::<f32>::new(comptime!(plan.blocks * 16));
+    let mut block_amax = Array::<u32>::new(plan.blocks);
     let mut largest = 0u32;
     #[unroll]
     for b in 0..plan.blocks {
@@ -318,19 +325,13 @@ fn quantize_rows<F: Numeric, N: Size>(
                 plan.load,
             );
         }
-        #[unroll]
-        for j in 0..16usize {
-            largest = max(largest, u32::reinterpret(v[comptime!(b * 16 + j)]) & 0x7fff_ffffu32);
-        }
+        block_amax[b] = largest_magnitude(&v, comptime!(b * 16));
+        largest = max(largest, block_amax[b]);
     }
     let amax = selection::cube_max(largest, &mut reduce, plan);
     let finite = amax < INFINITE;
-    if !finite {
-        #[unroll]
-        for i in 0..comptime!(plan.blocks * 16) {
-            v[i] = 0.0;
-        }
-    }
+    // Of a row that is not finite nothing is stored but zeros.
+    let keep = select(finite, 0xffff_ffffu32, 0u32);
     let scale_bits = select_bits(finite, row_scale_bits(amax));
     let mut scale = f32::reinterpret(scale_bits);
     let mut unit = f32::reinterpret(comptime!(254u32 << 23) - scale_bits);
@@ -346,6 +347,10 @@ fn quantize_rows<F: Numeric, N: Size>(
         for i in 0..comptime!(plan.blocks * 16) {
             v[i] = v[i] * 0.5;
         }
+        #[unroll]
+        for b in 0..plan.blocks {
+            block_amax[b] = u32::reinterpret(f32::reinterpret(block_amax[b]) * 0.5);
+        }
         scale *= 2.0;
         unit *= 0.5;
     }
@@ -354,14 +359,16 @@ fn quantize_rows<F: Numeric, N: Size>(
         let block = comptime!(b * plan.units) + unit_pos;
         let (low, high, byte) = encode_block(
             &mut v,
+            block_amax[b],
             scale,
             unit,
             comptime!(b * 16),
             comptime!(plan.kind != Kind::None),
+            plan,
         );
-        bytes[block] = byte;
+        bytes[block] = byte & keep;
         if inside && block < steps * 4 {
-            codes[row * (steps * 4) + block] = pair(low, high);
+            codes[row * (steps * 4) + block] = pair(low & keep, high & keep);
         }
     }
     if comptime!(plan.kind != Kind::None) {
@@ -395,10 +402,11 @@ fn quantize_rows<F: Numeric, N: Size>(
         #[unroll]
         for b in 0..plan.blocks {
             let block = comptime!(b * plan.units) + unit_pos;
-            let (low, high, byte) = encode_block(&mut v, scale, unit, comptime!(b * 16), false);
-            bytes[comptime!(plan.units * plan.blocks) + block] = byte;
+            let amax = largest_magnitude(&v, comptime!(b * 16));
+            let (low, high, byte) = encode_block(&mut v, amax, scale, unit, comptime!(b * 16), false, plan);
+            bytes[comptime!(plan.units * plan.blocks) + block] = byte & keep;
             if inside && block < steps * 4 {
-                codes[(row + tokens as usize) * (steps * 4) + block] = pair(low, high);
+                codes[(row + tokens as usize) * (steps * 4) + block] = pair(low & keep, high & keep);
             }
         }
     }
@@ -480,40 +488,73 @@ fn select_bits(finite: bool, bits: u32) -> u32 {
     select(finite, bits, 0x3f80_0000u32)
 }
 
+/// Bits of the largest magnitude in `v[at..at + 16]`; more than those of infinity if there is a NaN.
+#[cube]
+fn largest_magnitude(v: &Array<f32>, #[comptime] at: usize) -> u32 {
+    let mut largest = 0u32;
+    #[unroll]
+    for j in 0..16usize {
+        largest = max(largest, u32::reinterpret(v[comptime!(at + j)]) & 0x7fff_ffffu32);
+    }
+    largest
+}
+
 /// Encodes `v[at..at + 16]`: two words of codes and the scale's byte; leaves what the codes do not cover when asked to.
 #[cube]
 fn encode_block(
     v: &mut Array<f32>,
+    amax: u32,
     scale: f32,
     unit: f32,
     #[comptime] at: usize,
     #[comptime] residual: bool,
+    #[comptime] plan: Plan,
 ) -> (u32, u32, u32) {
-    let mut amax = 0u32;
-    #[unroll]
-    for j in 0..16usize {
-        amax = max(amax, u32::reinterpret(v[comptime!(at + j)]) & 0x7fff_ffffu32);
-    }
     let byte = e4m3_encode(min(f32::reinterpret(amax) * (scale * SIXTH), f32::MAX));
-    let inverse = min(reciprocal(byte) * scale, f32::MAX);
-    let step = e4m3_decode(byte) * unit;
-    let mut low = 0u32;
-    let mut high = 0u32;
+    let value = e4m3_decode(byte);
+    let reciprocal = if comptime!(plan.nvidia) {
+        min(1.0 / value, f32::MAX)
+    } else {
+        reciprocal(byte)
+    };
+    let inverse = min(reciprocal * scale, f32::MAX);
+    let step = value * unit;
+    let low = encode_half(v, inverse, step, at, residual, plan);
+    let high = encode_half(v, inverse, step, comptime!(at + 8), residual, plan);
+    (low, high, byte)
+}
+
+/// Encodes eight values to a word.
+///
+/// Magnitudes and signs are collected apart, a shift and an addition a value each; [`e2m1_biased`]'s bias is taken off the
+/// word once.
+#[cube]
+fn encode_half(
+    v: &mut Array<f32>,
+    inverse: f32,
+    step: f32,
+    #[comptime] at: usize,
+    #[comptime] residual: bool,
+    #[comptime] plan: Plan,
+) -> u32 {
+    let mut word = 0u32;
+    let mut signs = 0u32;
     #[unroll]
-    for j in 0..16usize {
-        let x = v[comptime!(at + j)];
-        let code = e2m1_encode((x * inverse).abs()) | (u32::reinterpret(x) >> 28u32) & 8u32;
-        let nibble = code << comptime!(4 * (j as u32 % 8));
-        if comptime!(j < 8) {
-            low |= nibble;
-        } else {
-            high |= nibble;
-        }
+    for i in 0..8usize {
+        let j = comptime!(at + 7 - i);
+        let x = v[j];
+        let biased = e2m1_biased((x * inverse).abs());
+        word = (word << 4u32) + biased;
+        signs = (signs << 1u32) | (u32::reinterpret(x) >> 31u32);
         if comptime!(residual) {
-            v[comptime!(at + j)] = x - e2m1_decode(code) * step;
+            v[j] = x - e2m1_value(biased, u32::reinterpret(x) & 0x8000_0000u32, plan.nvidia) * step;
         }
     }
-    (low, high, byte)
+    // One bit to every fourth.
+    let signs = (signs | (signs << 12u32)) & 0x000f_000fu32;
+    let signs = (signs | (signs << 6u32)) & 0x0303_0303u32;
+    let signs = (signs | (signs << 3u32)) & 0x1111_1111u32;
+    (word - comptime!(BIASES)) | (signs << 3u32)
 }
 
 /// `1 / e4m3(byte)`, correctly rounded, and the largest f32 for byte 0.

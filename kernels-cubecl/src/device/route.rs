@@ -42,18 +42,11 @@ impl Route {
                     .mma
                     .iter()
                     .any(|c| c.a_type == f16 && (c.m, c.n, c.k) == (16, 8, 16));
-                // What a cube of either takes at most, resp. in its smallest shape.
+                // What a cube takes at least.
                 let shared = properties.hardware.max_shared_memory_size;
-                planes && mma && matmul.ldmatrix.contains(&f16) && shared >= self.least_shared()
+                planes && mma && matmul.ldmatrix.contains(&f16) && shared >= 48 * 1024
             }
             Self::Portable => true,
-        }
-    }
-
-    fn least_shared(self) -> usize {
-        match self {
-            Self::Decode => decode::MOST_SHARED,
-            _ => 48 * 1024,
         }
     }
 

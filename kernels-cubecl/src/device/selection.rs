@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 #[cube]
 pub(super) fn cube_max(value: u32, shared: &mut SharedMemory<u32>, #[comptime] plan: Plan) -> u32 {
     let unit_pos = UNIT_POS as usize;
-    if comptime!(plan.planes) {
+    if comptime!(plan.nvidia) {
         let largest = plane_max(value);
         sync_cube();
         if unit_pos % 32 == 0 {
@@ -40,7 +40,7 @@ pub(super) fn cube_max(value: u32, shared: &mut SharedMemory<u32>, #[comptime] p
 #[cube]
 fn cube_sum(value: u32, shared: &mut SharedMemory<u32>, #[comptime] plan: Plan) -> u32 {
     let unit_pos = UNIT_POS as usize;
-    if comptime!(plan.planes) {
+    if comptime!(plan.nvidia) {
         let sum = plane_sum(value);
         sync_cube();
         if unit_pos % 32 == 0 {
