@@ -30,9 +30,12 @@
 
 pub mod audit;
 pub mod checkpoint;
+#[cfg(feature = "cubecl")]
+pub mod cube;
 pub mod decorator;
 pub mod error;
 pub mod flex;
+mod host_route;
 mod near_paths;
 pub mod nvfp4_backend;
 pub mod pack;

@@ -4,16 +4,16 @@
 //! its memory overrides [`with_floats`](Nvfp4Backend::with_floats) and [`with_bytes`](Nvfp4Backend::with_bytes), one
 //! with kernels of its own the operations.
 use burn_backend::{
-    Backend, FloatDType, Shape, TensorMetadata, read_sync,
+    Backend, Shape, TensorMetadata, read_sync,
     tensor::{FloatTensor, IntTensor},
 };
-use kernels_cubecl::{Activation, Error, WeightLayout, host};
+use kernels_cubecl::{Activation, WeightLayout, host};
 
 use crate::{
-    OuterScaleConvention, PackError, PackedWeight, Storage, WeightFormat,
+    PackError, PackedWeight, WeightFormat, host_route,
     reference::{
-        add_to_rows, bytes_tensor, floats_tensor, group_amax, group_counts, grouped_linear_by_slices, pack_groups,
-        round_groups, rows, weight_dims,
+        add_to_rows, check_bias, check_linear, floats_tensor, group_counts, grouped_linear_by_slices,
+        grouped_weight_gradient_by_slices, rows,
     },
 };
 
@@ -21,6 +21,9 @@ use crate::{
 ///
 /// Operations on activations panic, as Burn's do, when shapes do not match; the message has both.
 pub trait Nvfp4Backend: Backend {
+    /// Rows of packed weights are stored padded with zeros to a multiple of this many values.
+    const ROW_STEP: usize = 1;
+
     /// Lends the values of a float tensor, as f32 in row-major order.
     fn with_floats<R>(tensor: &FloatTensor<Self>, read: impl FnOnce(&[f32]) -> R) -> R {
         let data = read_sync(Self::float_into_data(tensor.clone())).expect("a tensor can be read back");
@@ -44,31 +47,7 @@ pub trait Nvfp4Backend: Backend {
         format: WeightFormat,
         amax: Option<FloatTensor<Self>>,
     ) -> Result<PackedWeight<Self>, PackError> {
-        let shape = weight.shape();
-        let device = Self::float_device(&weight);
-        let (groups, d_in, d_out) = weight_dims(&shape, format)?;
-        let amax = group_amax::<Self>(amax, groups, format)?;
-        let dtype = weight.dtype().into();
-        let packed = Self::with_floats(&weight, |w| {
-            pack_groups(w, groups, d_in, d_out, format, amax.as_deref())
-        })?;
-        let storage = Storage {
-            format,
-            activation: Activation::Full,
-            groups,
-            d_in,
-            d_out,
-            codes: bytes_tensor::<Self>(packed.codes, packed.codes_shape, &device),
-            block_scales: bytes_tensor::<Self>(packed.block_scales, packed.block_scales_shape, &device),
-            outer_scales: floats_tensor::<Self>(
-                packed.outer_scales,
-                packed.outer_scales_shape,
-                &device,
-                FloatDType::F32,
-            ),
-            convention: OuterScaleConvention::Multiply,
-        };
-        Ok(PackedWeight::new(storage, shape.num_dims()).with_dtype(dtype))
+        host_route::pack_weight::<Self>(weight, format, amax)
     }
 
     /// The values of a packed weight, in the shape and type of its view.
@@ -107,12 +86,8 @@ pub trait Nvfp4Backend: Backend {
     ) -> FloatTensor<Self> {
         let mut shape = x.shape();
         let last = shape.num_dims() - 1;
-        assert!(
-            shape[last] == weight.d_in() && weight.groups() == 1,
-            "linear: input {shape} does not match the packed weight {}: expected a last dimension of {}",
-            weight.shape(),
-            weight.d_in()
-        );
+        check_linear(&shape, weight);
+        check_bias(bias.as_ref().map(TensorMetadata::shape), weight);
         let tokens: usize = (0..last).map(|dim| shape[dim]).product();
         let mut y = vec![0.0; tokens * weight.d_out()];
         Self::with_floats(&x, |x| {
@@ -120,7 +95,6 @@ pub trait Nvfp4Backend: Backend {
         })
         .unwrap_or_else(|error| panic!("linear: input {shape}, packed weight {}: {error}", weight.shape()));
         if let Some(bias) = bias {
-            assert_eq!(bias.shape(), Shape::from([weight.d_out()]), "bias of a linear layer");
             Self::with_floats(&bias, |bias| add_to_rows(&mut y, bias));
         }
         shape[last] = weight.d_out();
@@ -162,24 +136,7 @@ pub trait Nvfp4Backend: Backend {
         format: WeightFormat,
         amax: Option<FloatTensor<Self>>,
     ) -> FloatTensor<Self> {
-        let (shape, device, dtype) = (weight.shape(), Self::float_device(&weight), weight.dtype().into());
-        let faked = match format {
-            // Straight to the values, without codes in between.
-            WeightFormat::Nvfp4 => weight_dims(&shape, format).and_then(|(groups, d_in, d_out)| {
-                let amax = group_amax::<Self>(amax, groups, format)?;
-                let values = Self::with_floats(&weight, |w| round_groups(w, d_in, d_out, amax.as_deref()))?;
-                Ok(floats_tensor::<Self>(values, shape.clone(), &device, dtype))
-            }),
-            WeightFormat::Fp8 => Self::pack_weight(weight, format, amax).map(|packed| Self::unpack_weight(&packed)),
-        };
-        match faked {
-            Ok(values) => values,
-            Err(PackError::NonFinite { .. }) => Self::float_full(shape, f32::NAN.into(), &device, dtype),
-            Err(PackError::Kernel(Error::Amax { amax, .. })) if !amax.is_finite() => {
-                Self::float_full(shape, f32::NAN.into(), &device, dtype)
-            }
-            Err(error) => panic!("fake quantization of a weight {shape}: {error}"),
-        }
+        host_route::fake_quantize_weight::<Self>(weight, format, amax)
     }
 
     /// The values that a product sees in place of `x [.., k]`.
@@ -200,6 +157,16 @@ pub trait Nvfp4Backend: Backend {
     /// [`packed_grouped_linear`](Nvfp4Backend::packed_grouped_linear) with dense weights `[groups, d_in, d_out]`.
     fn grouped_linear(x: FloatTensor<Self>, weight: FloatTensor<Self>, counts: IntTensor<Self>) -> FloatTensor<Self> {
         grouped_linear_by_slices::<Self>(x, weight, counts)
+    }
+
+    /// Gradient of [`grouped_linear`](Nvfp4Backend::grouped_linear) in the weights, `[groups, d_in, d_out]`:
+    /// `x_eᵀ · g_e` from `x [tokens, d_in]` and `grad [tokens, d_out]`, zeros for a group without rows.
+    fn grouped_linear_weight_backward(
+        x: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        counts: IntTensor<Self>,
+    ) -> FloatTensor<Self> {
+        grouped_weight_gradient_by_slices::<Self>(x, grad, counts)
     }
 }
 

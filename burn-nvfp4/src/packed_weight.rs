@@ -4,14 +4,15 @@ use burn_backend::{
     tensor::{Device, FloatTensor, IntTensor},
 };
 use kernels_cubecl::{Activation, BLOCK, Compensation, Fp8View, Nvfp4View, OuterScale, WeightView};
-use std::{fmt, sync::Arc};
+use std::{borrow::Cow, fmt, sync::Arc};
 
 use crate::{Nvfp4Backend, PackError, WeightFormat};
 
 /// A packed weight `[d_in, d_out]`, or a stack of them `[groups, d_in, d_out]` (experts).
 ///
 /// Stored as rows: `groups · d_out` rows of `d_in` values, blocks along `d_in`. Cloning shares the storage. Leading
-/// dimensions of one and a transposition are a matter of the view; the storage never moves.
+/// dimensions of one and a transposition are a matter of the view; the storage never moves. A backend may pad the rows with
+/// zeros, to a multiple of its [`Nvfp4Backend::ROW_STEP`]: what leaves the storage (bytes, records, files) has no padding.
 #[derive(Clone, Debug)]
 pub struct PackedWeight<B: Backend> {
     storage: Arc<Storage<B>>,
@@ -46,9 +47,10 @@ pub struct Storage<B: Backend> {
     pub d_in: usize,
     /// Outputs.
     pub d_out: usize,
-    /// U8 `[groups · d_out, d_in/2]` for NVFP4, the even element in the low nibble; `[groups · d_out, d_in]` for FP8.
+    /// U8 `[groups · d_out, d_in/2]` for NVFP4, the even element in the low nibble; `[groups · d_out, d_in]` for FP8. With
+    /// `d_in` padded where the backend pads.
     pub codes: IntTensor<B>,
-    /// E4M3 bytes, U8 `[groups · d_out, d_in/16]` for NVFP4; `[0]` for FP8.
+    /// E4M3 bytes, U8 `[groups · d_out, d_in/16]` for NVFP4, `d_in` padded likewise; `[0]` for FP8.
     pub block_scales: IntTensor<B>,
     /// F32: NVFP4's outer scale a group, `[groups]`; FP8's channel scales `[groups · d_out]`.
     pub outer_scales: FloatTensor<B>,
@@ -67,6 +69,7 @@ impl<B: Nvfp4Backend> PackedWeight<B> {
             groups, d_in, d_out, ..
         } = storage;
         let rows = groups * d_out;
+        let d_in = padded_row::<B>(d_in);
         let (codes, block_scales, outer_scales) = match storage.format {
             WeightFormat::Nvfp4 => (
                 [rows, d_in / 2].into(),
@@ -144,7 +147,11 @@ impl<B: Nvfp4Backend> PackedWeight<B> {
         dims[self.rank - 1] = matrix[usize::from(!self.transposed)];
         Shape::from(dims)
     }
-    /// Bytes that codes, scales and residual mask take.
+    /// Length of the contraction axis as it is stored.
+    pub fn padded_d_in(&self) -> usize {
+        padded_row::<B>(self.d_in())
+    }
+    /// Bytes that codes, scales and residual mask take, padding included.
     pub fn bytes(&self) -> usize {
         let rows = self.groups() * self.d_out();
         let mask = match self.activation() {
@@ -152,17 +159,25 @@ impl<B: Nvfp4Backend> PackedWeight<B> {
             _ => 0,
         };
         mask + match self.format() {
-            WeightFormat::Nvfp4 => rows * (self.d_in() / 2 + self.d_in() / BLOCK) + 4 * self.groups(),
-            WeightFormat::Fp8 => rows * (self.d_in() + 4),
+            WeightFormat::Nvfp4 => rows * (self.padded_d_in() / 2 + self.padded_d_in() / BLOCK) + 4 * self.groups(),
+            WeightFormat::Fp8 => rows * (self.padded_d_in() + 4),
         }
     }
-    /// The codes, as [`Storage::codes`] lays them out.
+    /// The codes, as [`Storage::codes`] lays them out, without padding.
     pub fn codes(&self) -> Vec<u8> {
-        B::with_bytes(&self.storage.codes, <[u8]>::to_vec)
+        let [codes, _] = self.row_bytes();
+        B::with_bytes(&self.storage.codes, |bytes| codes.strip(bytes).into_owned())
     }
-    /// The block scales, as [`Storage::block_scales`] lays them out.
+    /// The block scales, as [`Storage::block_scales`] lays them out, without padding.
     pub fn block_scales(&self) -> Vec<u8> {
-        B::with_bytes(&self.storage.block_scales, <[u8]>::to_vec)
+        let [_, block_scales] = self.row_bytes();
+        B::with_bytes(&self.storage.block_scales, |bytes| {
+            block_scales.strip(bytes).into_owned()
+        })
+    }
+    /// Bytes of a row of codes, and of block scales.
+    pub(crate) fn row_bytes(&self) -> [RowBytes; 2] {
+        RowBytes::of::<B>(self.format(), self.d_in())
     }
     /// The outer scales, as [`Storage::outer_scales`] lays them out.
     pub fn outer_scales(&self) -> Vec<f32> {
@@ -215,6 +230,22 @@ impl<B: Nvfp4Backend> PackedWeight<B> {
             storage: Arc::new(storage),
             ..self
         })
+    }
+    /// All but the tensors.
+    #[cfg(feature = "cubecl")]
+    pub(crate) fn frame(&self) -> Frame {
+        let storage = self.storage();
+        Frame {
+            format: storage.format,
+            activation: storage.activation.clone(),
+            groups: storage.groups,
+            d_in: storage.d_in,
+            d_out: storage.d_out,
+            convention: storage.convention,
+            rank: self.rank,
+            transposed: self.transposed,
+            dtype: self.dtype,
+        }
     }
     pub(crate) fn with_dtype(self, dtype: FloatDType) -> Self {
         Self { dtype, ..self }
@@ -303,8 +334,10 @@ impl<B: Nvfp4Backend> PackedWeight<B> {
     pub(crate) fn with_views<R>(&self, read: impl FnOnce(&[WeightView<'_>]) -> R) -> R {
         let storage = &*self.storage;
         let (rows, k) = (storage.d_out, storage.d_in);
+        let [code_rows, scale_rows] = self.row_bytes();
         B::with_bytes(&storage.codes, |codes| {
             B::with_bytes(&storage.block_scales, |block_scales| {
+                let (codes, block_scales) = (&code_rows.strip(codes), &scale_rows.strip(block_scales));
                 B::with_floats(&storage.outer_scales, |outer_scales| {
                     let views: Vec<_> = (0..storage.groups)
                         .map(|group| match storage.format {
@@ -330,6 +363,97 @@ impl<B: Nvfp4Backend> PackedWeight<B> {
                 })
             })
         })
+    }
+}
+
+/// A packed weight without its tensors, to be made again with those of another backend.
+#[cfg(feature = "cubecl")]
+#[derive(Clone, Debug)]
+pub(crate) struct Frame {
+    format: WeightFormat,
+    activation: Activation,
+    groups: usize,
+    d_in: usize,
+    d_out: usize,
+    convention: OuterScaleConvention,
+    rank: usize,
+    transposed: bool,
+    dtype: FloatDType,
+}
+
+#[cfg(feature = "cubecl")]
+impl Frame {
+    /// The weight with these tensors.
+    pub(crate) fn fill<B: Nvfp4Backend>(
+        self,
+        codes: IntTensor<B>,
+        block_scales: IntTensor<B>,
+        outer_scales: FloatTensor<B>,
+    ) -> PackedWeight<B> {
+        let storage = Storage {
+            format: self.format,
+            activation: self.activation,
+            groups: self.groups,
+            d_in: self.d_in,
+            d_out: self.d_out,
+            codes,
+            block_scales,
+            outer_scales,
+            convention: self.convention,
+        };
+        PackedWeight {
+            transposed: self.transposed,
+            dtype: self.dtype,
+            ..PackedWeight::new(storage, self.rank)
+        }
+    }
+}
+
+/// `d_in` as a backend stores it.
+fn padded_row<B: Nvfp4Backend>(d_in: usize) -> usize {
+    d_in.next_multiple_of(B::ROW_STEP)
+}
+
+/// Bytes of a row of codes or block scales.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowBytes {
+    /// That mean something.
+    pub(crate) used: usize,
+    /// With the padding of the backend.
+    pub(crate) stored: usize,
+}
+
+impl RowBytes {
+    /// Of codes, and of block scales.
+    pub(crate) fn of<B: Nvfp4Backend>(format: WeightFormat, d_in: usize) -> [Self; 2] {
+        let both = |values: usize| Self {
+            used: d_in / values,
+            stored: padded_row::<B>(d_in) / values,
+        };
+        match format {
+            WeightFormat::Nvfp4 => [both(2), both(BLOCK)],
+            WeightFormat::Fp8 => [both(1), Self { used: 0, stored: 0 }],
+        }
+    }
+    /// Rows without their padding.
+    pub(crate) fn strip<'a>(&self, bytes: &'a [u8]) -> Cow<'a, [u8]> {
+        if self.used == self.stored {
+            return Cow::Borrowed(bytes);
+        }
+        let rows = bytes.chunks_exact(self.stored);
+        Cow::Owned(rows.flat_map(|row| &row[..self.used]).copied().collect())
+    }
+    /// Rows with their padding.
+    pub(crate) fn pad(&self, bytes: Vec<u8>) -> Vec<u8> {
+        if self.used == self.stored || self.used == 0 {
+            return bytes;
+        }
+        let mut padded = Vec::with_capacity(bytes.len() / self.used * self.stored);
+        for row in bytes.chunks_exact(self.used) {
+            padded.extend_from_slice(row);
+            padded.resize(padded.len() + self.stored - self.used, 0);
+        }
+        padded
     }
 }
 

@@ -1,14 +1,15 @@
 //! Packed weights as bytes, for Burn's records.
 //!
 //! Little-endian: a header of 44 bytes (magic, version, format, flags, rank, activation setting, fraction, groups,
-//! d_in, d_out), the words of the residual mask if there is one, codes, block scales, outer scales. Burn stores the
+//! d_in, d_out), the words of the residual mask if there is one, codes, block scales, outer scales, without a device's
+//! padding. Burn stores the
 //! bytes with the logical shape and the scheme of the format and converts nothing, so a round trip is bit-equal.
-use burn_backend::{Bytes, DType, ExecutionError, FloatDType, Shape, TensorData, tensor::Device};
+use burn_backend::{Bytes, DType, ExecutionError, FloatDType, TensorData, tensor::Device};
 use kernels_cubecl::{Activation, BLOCK, Compensation, Granularity, ResidualMask};
 
 use crate::{
     Nvfp4Backend, OuterScaleConvention, PackedWeight, Storage, WeightFormat,
-    reference::{bytes_tensor, floats_tensor},
+    reference::{block_scales_tensor, codes_tensor, floats_tensor},
 };
 
 const MAGIC: &[u8; 7] = b"BNVFP4W";
@@ -105,13 +106,10 @@ pub(crate) async fn into_data<B: Nvfp4Backend>(weight: PackedWeight<B>) -> Resul
     for word in mask.map_or(&[][..], ResidualMask::words) {
         bytes.extend_from_slice(&word.to_le_bytes());
     }
-    bytes.extend_from_slice(&B::int_into_data(storage.codes.clone()).await?.convert::<u8>().bytes);
-    bytes.extend_from_slice(
-        &B::int_into_data(storage.block_scales.clone())
-            .await?
-            .convert::<u8>()
-            .bytes,
-    );
+    for (rows, tensor) in weight.row_bytes().into_iter().zip([&storage.codes, &storage.block_scales]) {
+        let data = B::int_into_data(tensor.clone()).await?.convert::<u8>();
+        bytes.extend_from_slice(&rows.strip(&data.bytes));
+    }
     let outer_scales = B::float_into_data(storage.outer_scales.clone()).await?;
     for scale in outer_scales.iter::<f32>() {
         bytes.extend_from_slice(&scale.to_le_bytes());
@@ -200,18 +198,14 @@ pub(crate) fn from_data<B: Nvfp4Backend>(
         .iter()
         .map(|scale| f32::from_le_bytes(*scale))
         .collect();
-    let scales_shape = match format {
-        WeightFormat::Nvfp4 => Shape::from([rows, scales_row]),
-        WeightFormat::Fp8 => Shape::from([0]),
-    };
     let storage = Storage {
         format,
         activation,
         groups,
         d_in,
         d_out,
-        codes: bytes_tensor::<B>(codes.to_vec(), [rows, codes_row].into(), device),
-        block_scales: bytes_tensor::<B>(block_scales.to_vec(), scales_shape, device),
+        codes: codes_tensor::<B>(codes.to_vec(), format, d_in, rows, device),
+        block_scales: block_scales_tensor::<B>(block_scales.to_vec(), format, d_in, rows, device),
         outer_scales: floats_tensor::<B>(outer_scales, [outer].into(), device, FloatDType::F32),
         convention: match flags & DIVIDE {
             0 => OuterScaleConvention::Multiply,

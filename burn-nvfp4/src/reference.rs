@@ -5,7 +5,7 @@ use burn_backend::{
 };
 use kernels_cubecl::{BLOCK, Error, OuterScale, WeightLayout, host};
 
-use crate::{Nvfp4Backend, PackError, WeightFormat};
+use crate::{Nvfp4Backend, PackError, PackedWeight, WeightFormat, packed_weight::RowBytes};
 
 /// `(groups, d_in, d_out)` of a weight that can be packed.
 pub(crate) fn weight_dims(shape: &Shape, format: WeightFormat) -> Result<(usize, usize, usize), PackError> {
@@ -23,9 +23,7 @@ pub(crate) fn weight_dims(shape: &Shape, format: WeightFormat) -> Result<(usize,
 /// Codes and scales of all groups, one after the other.
 pub(crate) struct PackedGroups {
     pub(crate) codes: Vec<u8>,
-    pub(crate) codes_shape: Shape,
     pub(crate) block_scales: Vec<u8>,
-    pub(crate) block_scales_shape: Shape,
     pub(crate) outer_scales: Vec<f32>,
     pub(crate) outer_scales_shape: Shape,
 }
@@ -43,17 +41,13 @@ pub(crate) fn pack_groups(
     let mut packed = match format {
         WeightFormat::Nvfp4 => PackedGroups {
             codes: Vec::with_capacity(rows * d_in / 2),
-            codes_shape: [rows, d_in / 2].into(),
             block_scales: Vec::with_capacity(rows * d_in / BLOCK),
-            block_scales_shape: [rows, d_in / BLOCK].into(),
             outer_scales: Vec::with_capacity(groups),
             outer_scales_shape: [groups].into(),
         },
         WeightFormat::Fp8 => PackedGroups {
             codes: Vec::with_capacity(rows * d_in),
-            codes_shape: [rows, d_in].into(),
             block_scales: Vec::new(),
-            block_scales_shape: [0].into(),
             outer_scales: Vec::with_capacity(rows),
             outer_scales_shape: [rows].into(),
         },
@@ -125,13 +119,43 @@ fn located(error: Error, group: usize) -> PackError {
     }
 }
 
-/// A U8 tensor.
-pub(crate) fn bytes_tensor<B: Backend>(values: Vec<u8>, shape: Shape, device: &Device<B>) -> IntTensor<B> {
-    let tensor = B::int_from_data(TensorData::new(values, shape), device);
-    match tensor.dtype() {
+/// A U8 tensor. Made flat and reshaped: a device may otherwise leave gaps between rows.
+fn bytes_tensor<B: Backend>(values: Vec<u8>, shape: Shape, device: &Device<B>) -> IntTensor<B> {
+    let flat = [values.len()];
+    let tensor = B::int_from_data(TensorData::new(values, flat), device);
+    let tensor = match tensor.dtype() {
         DType::U8 => tensor,
         _ => B::int_cast(tensor, IntDType::U8),
-    }
+    };
+    B::int_reshape(tensor, shape)
+}
+
+/// [`Storage::codes`](crate::Storage::codes) from bytes without padding.
+pub(crate) fn codes_tensor<B: Nvfp4Backend>(
+    bytes: Vec<u8>,
+    format: WeightFormat,
+    d_in: usize,
+    rows: usize,
+    device: &Device<B>,
+) -> IntTensor<B> {
+    let [codes, _] = RowBytes::of::<B>(format, d_in);
+    bytes_tensor::<B>(codes.pad(bytes), [rows, codes.stored].into(), device)
+}
+
+/// [`Storage::block_scales`](crate::Storage::block_scales) from bytes without padding.
+pub(crate) fn block_scales_tensor<B: Nvfp4Backend>(
+    bytes: Vec<u8>,
+    format: WeightFormat,
+    d_in: usize,
+    rows: usize,
+    device: &Device<B>,
+) -> IntTensor<B> {
+    let [_, scales] = RowBytes::of::<B>(format, d_in);
+    let shape = match format {
+        WeightFormat::Nvfp4 => Shape::from([rows, scales.stored]),
+        WeightFormat::Fp8 => Shape::from([0]),
+    };
+    bytes_tensor::<B>(scales.pad(bytes), shape, device)
 }
 
 /// A float tensor of type `dtype`.
@@ -193,23 +217,99 @@ pub(crate) fn grouped_linear_by_slices<B: Backend>(
     B::float_cat(parts, 0)
 }
 
-/// Reads the rows of each group, and checks them against `x [tokens, d_in]`.
-pub(crate) fn group_counts<B: Backend>(counts: IntTensor<B>, x: &Shape, weights: &Shape) -> Vec<usize> {
+/// [`Nvfp4Backend::grouped_linear_weight_backward`](crate::Nvfp4Backend::grouped_linear_weight_backward) likewise.
+pub(crate) fn grouped_weight_gradient_by_slices<B: Backend>(
+    x: FloatTensor<B>,
+    grad: FloatTensor<B>,
+    counts: IntTensor<B>,
+) -> FloatTensor<B> {
+    let (d_in, d_out) = (x.shape()[1], grad.shape()[1]);
+    let counts = read_counts::<B>(counts);
+    let (device, dtype) = (B::float_device(&x), x.dtype().into());
+    if counts.is_empty() {
+        return B::float_zeros(Shape::from([0, d_in, d_out]), &device, dtype);
+    }
+    let mut first = 0;
+    let by_group = counts.into_iter().map(|rows| {
+        let range = [Slice::from(first..first + rows)];
+        first += rows;
+        let product = if rows == 0 {
+            B::float_zeros(Shape::from([d_in, d_out]), &device, dtype)
+        } else {
+            let x = B::float_slice(x.clone(), &range);
+            B::float_matmul(B::float_transpose(x), B::float_slice(grad.clone(), &range))
+        };
+        B::float_reshape(product, Shape::from([1, d_in, d_out]))
+    });
+    B::float_cat(by_group.collect(), 0)
+}
+
+/// The rows of each group.
+fn read_counts<B: Backend>(counts: IntTensor<B>) -> Vec<usize> {
+    let counts = read_sync(B::int_into_data(counts)).expect("a tensor can be read back");
+    counts
+        .iter::<i64>()
+        .map(|count| usize::try_from(count).unwrap_or_else(|_| panic!("grouped linear: {count} rows in a group")))
+        .collect()
+}
+
+/// Refuses an input that does not match the packed weight of a linear layer.
+pub(crate) fn check_linear<B: Nvfp4Backend>(x: &Shape, weight: &PackedWeight<B>) {
+    assert!(
+        x[x.num_dims() - 1] == weight.d_in() && weight.groups() == 1,
+        "linear: input {x} does not match the packed weight {}: expected a last dimension of {}",
+        weight.shape(),
+        weight.d_in()
+    );
+}
+
+/// Refuses a bias that does not match the packed weight of a linear layer.
+pub(crate) fn check_bias<B: Nvfp4Backend>(bias: Option<Shape>, weight: &PackedWeight<B>) {
+    if let Some(bias) = bias {
+        assert_eq!(bias, Shape::from([weight.d_out()]), "bias of a linear layer");
+    }
+}
+
+/// Refuses operands of a grouped product that do not belong together; what the counts are, only their device knows.
+#[cfg(feature = "cubecl")]
+pub(crate) fn check_grouped(x: &Shape, weights: &Shape, counts: &Shape) {
+    check_grouped_input(x, weights);
+    assert!(
+        counts.num_elements() == weights[0],
+        "grouped linear: expected {} counts, got {}",
+        weights[0],
+        counts.num_elements()
+    );
+}
+
+fn check_grouped_input(x: &Shape, weights: &Shape) {
     assert_eq!(
         weights.num_dims(),
         3,
         "grouped linear: expected weights [groups, d_in, d_out], got {weights}"
     );
-    let (groups, d_in) = (weights[0], weights[1]);
     assert!(
-        x.num_dims() == 2 && x[1] == d_in,
-        "grouped linear: input {x} does not match the weights {weights}: expected [tokens, {d_in}]"
+        x.num_dims() == 2 && x[1] == weights[1],
+        "grouped linear: input {x} does not match the weights {weights}: expected [tokens, {}]",
+        weights[1]
     );
-    let counts = read_sync(B::int_into_data(counts)).expect("a tensor can be read back");
-    let counts: Vec<usize> = counts
-        .iter::<i64>()
-        .map(|count| usize::try_from(count).unwrap_or_else(|_| panic!("grouped linear: {count} rows in a group")))
-        .collect();
+}
+
+/// Shape of the gradient of grouped weights, `[groups, d_in, d_out]`; refuses operands of different lengths.
+#[cfg(feature = "cubecl")]
+pub(crate) fn check_outer(x: &Shape, grad: &Shape, counts: &Shape) -> Shape {
+    assert!(
+        x.num_dims() == 2 && grad.num_dims() == 2 && x[0] == grad[0],
+        "gradient of a grouped linear: input {x} and gradient {grad} differ in rows"
+    );
+    Shape::from([counts.num_elements(), x[1], grad[1]])
+}
+
+/// Reads the rows of each group, and checks them against `x [tokens, d_in]`.
+pub(crate) fn group_counts<B: Backend>(counts: IntTensor<B>, x: &Shape, weights: &Shape) -> Vec<usize> {
+    check_grouped_input(x, weights);
+    let groups = weights[0];
+    let counts = read_counts::<B>(counts);
     assert!(
         counts.len() == groups && counts.iter().sum::<usize>() == x[0],
         "grouped linear: expected {groups} counts that sum to {} rows, got {counts:?}",

@@ -19,10 +19,9 @@ use burn::{
             ops::{Backward, Ops, OpsKind, unary},
         },
     },
-    tensor::{Int, Shape, Slice, Tensor},
 };
 use burn_backend::{
-    Backend, TensorMetadata,
+    Backend,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_nvfp4::{Nvfp4, Nvfp4Backend, Nvfp4Tensor, WeightFormat};
@@ -78,42 +77,6 @@ fn grouped_x_backward<B: Nvfp4Backend>(
     B::grouped_linear(grad, B::float_swap_dims(w, 1, 2), counts)
 }
 
-/// `dw_e = x_eᵀ · g_e`.
-fn grouped_weight_backward<B: Backend>(
-    x: FloatTensor<B>,
-    grad: FloatTensor<B>,
-    counts: IntTensor<B>,
-) -> FloatTensor<B> {
-    let (d_in, d_out) = (x.shape()[1], grad.shape()[1]);
-    let device = B::float_device(&x);
-    let dtype = x.dtype().into();
-    let mut first = 0;
-    let by_group = group_counts::<B>(counts)
-        .into_iter()
-        .map(|rows| {
-            let range = [Slice::from(first..first + rows)];
-            first += rows;
-            let product = if rows == 0 {
-                B::float_zeros(Shape::new([d_in, d_out]), &device, dtype)
-            } else {
-                let x = B::float_slice(x.clone(), &range);
-                B::float_matmul(B::float_transpose(x), B::float_slice(grad.clone(), &range))
-            };
-            B::float_reshape(product, Shape::new([1, d_in, d_out]))
-        })
-        .collect();
-    B::float_cat(by_group, 0)
-}
-
-/// Rows of each group, read from the device.
-fn group_counts<B: Backend>(counts: IntTensor<B>) -> Vec<usize> {
-    Tensor::<B, 1, Int>::from_primitive(counts)
-        .into_data()
-        .iter::<i64>()
-        .map(|n| n as usize)
-        .collect()
-}
-
 impl<B: Nvfp4Backend + LayerBackend> QuadsBackend for Nvfp4<B> {
     fn fake_quantize_weight(
         w: FloatTensor<Self>,
@@ -150,7 +113,7 @@ impl<B: Nvfp4Backend + LayerBackend> QuadsBackend for Nvfp4<B> {
         grad: FloatTensor<Self>,
         counts: IntTensor<Self>,
     ) -> FloatTensor<Self> {
-        Nvfp4Tensor::Dense(grouped_weight_backward::<B>(x.dense(), grad.dense(), counts))
+        Nvfp4Tensor::Dense(B::grouped_linear_weight_backward(x.dense(), grad.dense(), counts))
     }
 
     fn is_packed(w: &FloatTensor<Self>) -> bool {
@@ -188,7 +151,7 @@ impl QuadsBackend for Flex {
         grad: FloatTensor<Self>,
         counts: IntTensor<Self>,
     ) -> FloatTensor<Self> {
-        grouped_weight_backward::<Self>(x, grad, counts)
+        <Self as Nvfp4Backend>::grouped_linear_weight_backward(x, grad, counts)
     }
 
     fn is_packed(_: &FloatTensor<Self>) -> bool {

@@ -6,7 +6,7 @@ use kernels_cubecl::{BLOCK, OuterScale, ResidualMask};
 use crate::{
     Nvfp4, Nvfp4Backend, OuterScaleConvention, PackError, PackedWeight, Precision, Storage, WeightFormat,
     pack::quantized,
-    reference::{bytes_tensor, floats_tensor},
+    reference::{block_scales_tensor, codes_tensor, floats_tensor},
 };
 
 use super::layer::CheckpointLayer;
@@ -93,8 +93,8 @@ fn stack<B: Nvfp4Backend>(
         groups: groups.len(),
         d_in,
         d_out,
-        codes: bytes_tensor::<B>(codes, [rows, d_in / 2].into(), device),
-        block_scales: bytes_tensor::<B>(block_scales, [rows, d_in / BLOCK].into(), device),
+        codes: codes_tensor::<B>(codes, WeightFormat::Nvfp4, d_in, rows, device),
+        block_scales: block_scales_tensor::<B>(block_scales, WeightFormat::Nvfp4, d_in, rows, device),
         outer_scales: floats_tensor::<B>(outer_scales, [groups.len()].into(), device, FloatDType::F32),
         convention: convention.unwrap_or_default(),
     };

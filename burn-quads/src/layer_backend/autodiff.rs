@@ -1,5 +1,5 @@
 //! On `Autodiff` each operation is one node, whose backward pass is an operation of the inner backend.
-use super::{AttentionInput, HeadNorms, LayerBackend};
+use super::{AttentionInput, ExpertOrder, HeadNorms, LayerBackend};
 use burn::{
     backend::{
         Autodiff,
@@ -10,7 +10,7 @@ use burn::{
         },
     },
     prelude::Backend,
-    tensor::{Tensor, TensorPrimitive},
+    tensor::{Int, Tensor, TensorPrimitive},
 };
 use burn_backend::tensor::FloatTensor;
 
@@ -99,6 +99,19 @@ impl<B: LayerBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
                 };
                 attention_node([q, k, v, q_norm, k_norm], inner(Some(norms)))
             }
+        }
+    }
+
+    fn top_experts(logits: Tensor<Self, 2>, k: usize) -> Tensor<Self, 2, Int> {
+        Tensor::from_inner(B::top_experts(logits.inner(), k))
+    }
+
+    fn order_by_expert(expert_ids: Tensor<Self, 1, Int>, experts: usize) -> ExpertOrder<Self> {
+        let ordered = B::order_by_expert(expert_ids.inner(), experts);
+        ExpertOrder {
+            order: Tensor::from_inner(ordered.order),
+            inverse: Tensor::from_inner(ordered.inverse),
+            counts: Tensor::from_inner(ordered.counts),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The operations of [`LayerBackend`](super::LayerBackend), made of Burn's: their definition, and the default of every
 //! backend.
-use super::{AttentionGradients, AttentionInput, CachedQkv, HeadNorms, MASKED_SCORE};
+use super::{AttentionGradients, AttentionInput, CachedQkv, ExpertOrder, HeadNorms, MASKED_SCORE};
 use crate::modules::{
     attention::{CacheStep, LayerCache, TokenPlace},
     rotary::Rotation,
@@ -8,7 +8,7 @@ use crate::modules::{
 use burn::{
     prelude::Backend,
     tensor::{
-        Bool, Int, Tensor, TensorData,
+        Bool, IndexingUpdateOp, Int, Tensor, TensorData,
         activation::{sigmoid, softmax},
         backend::AutodiffBackend,
     },
@@ -205,4 +205,20 @@ pub(crate) fn cached_attention<B: Backend>(
         .matmul(seen_keys)
         .mask_fill(beyond.reshape([tokens, 1, 1, used]), MASKED_SCORE);
     softmax(scores, 3).matmul(seen_values).reshape([tokens, width])
+}
+
+pub(super) fn top_experts<B: Backend>(logits: Tensor<B, 2>, k: usize) -> Tensor<B, 2, Int> {
+    logits.argsort_descending(1).narrow(1, 0, k)
+}
+
+pub(super) fn order_by_expert<B: Backend>(expert_ids: Tensor<B, 1, Int>, experts: usize) -> ExpertOrder<B> {
+    let (rows, device) = (expert_ids.dims()[0], expert_ids.device());
+    let index = Tensor::arange(0..rows as i64, &device);
+    let zeros = |n: usize| Tensor::<B, 1, Int>::zeros([n], &device);
+    // Every key is distinct, so rows of one expert stay in order whatever sort the backend has.
+    let order = (expert_ids.clone() * rows as i64 + index.clone()).argsort(0);
+    let inverse = zeros(rows).scatter(0, order.clone(), index, IndexingUpdateOp::Add);
+    let ones = zeros(rows).add_scalar(1);
+    let counts = zeros(experts).scatter(0, expert_ids, ones, IndexingUpdateOp::Add);
+    ExpertOrder { order, inverse, counts }
 }

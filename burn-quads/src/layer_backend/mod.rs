@@ -1,7 +1,8 @@
 //! Operations of a decoder layer that a backend may run as one.
 //!
 //! Each has a definition in Burn's operations (`composite`), right on every backend, and a gradient; on `Autodiff` each
-//! is one node of the graph that keeps its inputs only. Flex overrides them with single passes on the host (`host`).
+//! is one node of the graph that keeps its inputs only. Flex overrides them with single passes on the host (`host`),
+//! GPUs those that would wait for the device (`device`).
 //!
 //! | operation | what it does |
 //! |---|---|
@@ -9,8 +10,12 @@
 //! | `swiglu` | `silu(gate) · up` |
 //! | `causal_attention` | QK-norm, rotation and causal attention over whole sequences |
 //! | `cached_attention` | the same for new tokens over a cache, without a gradient |
+//! | `top_experts` | the experts of largest logits, without a gradient |
+//! | `order_by_expert` | the order that puts the rows of each expert together |
 mod autodiff;
 mod composite;
+#[cfg(feature = "cubecl")]
+mod device;
 mod flex;
 mod nvfp4;
 #[cfg(test)]
@@ -24,7 +29,7 @@ use burn::{
     backend::Autodiff,
     nn::RmsNorm,
     prelude::Backend,
-    tensor::{Bool, Tensor},
+    tensor::{Bool, Int, Tensor},
 };
 
 /// Score of a key that must not be attended to. Finite, so that a row without any key (padding) stays finite too: its
@@ -93,6 +98,17 @@ pub struct CachedQkv<B: Backend> {
     pub heads: usize,
 }
 
+/// The order that puts the rows of each expert together; rows of one expert stay in order.
+#[derive(Clone, Debug)]
+pub struct ExpertOrder<B: Backend> {
+    /// Row in each place, `[rows]`.
+    pub order: Tensor<B, 1, Int>,
+    /// Place of each row, `[rows]`.
+    pub inverse: Tensor<B, 1, Int>,
+    /// Rows of each expert, `[experts]`.
+    pub counts: Tensor<B, 1, Int>,
+}
+
 /// What a backend may run as one; see the [module](self).
 pub trait LayerBackend: Backend {
     /// `x / √(mean(x²) + ε) · γ` of each row: `[rows, d]`, `gamma` `[d]`.
@@ -137,6 +153,16 @@ pub trait LayerBackend: Backend {
     /// The default writes a token at a time. On Flex a token's result does not depend on the others.
     fn cached_attention(qkv: CachedQkv<Self>, cache: &mut LayerCache<Self>, step: &CacheStep) -> Tensor<Self, 2> {
         composite::cached_attention(qkv, cache, step)
+    }
+
+    /// The `k` experts of largest logits (`[tokens, experts]`), the largest first: `[tokens, k]`.
+    fn top_experts(logits: Tensor<Self, 2>, k: usize) -> Tensor<Self, 2, Int> {
+        composite::top_experts(logits, k)
+    }
+
+    /// The order that puts the rows of each expert together, from the expert of each row.
+    fn order_by_expert(expert_ids: Tensor<Self, 1, Int>, experts: usize) -> ExpertOrder<Self> {
+        composite::order_by_expert(expert_ids, experts)
     }
 }
 

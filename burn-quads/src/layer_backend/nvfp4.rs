@@ -1,10 +1,10 @@
 //! [`Nvfp4`] runs the operations of the backend that it decorates: none of them multiplies with a weight.
-use super::{AttentionGradients, AttentionInput, CachedQkv, HeadNorms, LayerBackend};
+use super::{AttentionGradients, AttentionInput, CachedQkv, ExpertOrder, HeadNorms, LayerBackend};
 use crate::modules::{
     attention::{CacheStep, LayerCache},
     rotary::RotaryEmbedding,
 };
-use burn::tensor::{Tensor, TensorPrimitive};
+use burn::tensor::{Int, Tensor, TensorPrimitive};
 use burn_nvfp4::{Nvfp4, Nvfp4Backend, Nvfp4Tensor};
 
 impl<B: Nvfp4Backend + LayerBackend> LayerBackend for Nvfp4<B> {
@@ -65,6 +65,19 @@ impl<B: Nvfp4Backend + LayerBackend> LayerBackend for Nvfp4<B> {
         cache.restore(wrap(inner.keys), wrap(inner.values));
         wrap(mixed)
     }
+
+    fn top_experts(logits: Tensor<Self, 2>, k: usize) -> Tensor<Self, 2, Int> {
+        int(B::top_experts(unwrap(logits), k))
+    }
+
+    fn order_by_expert(expert_ids: Tensor<Self, 1, Int>, experts: usize) -> ExpertOrder<Self> {
+        let ordered = B::order_by_expert(Tensor::from_primitive(expert_ids.into_primitive()), experts);
+        ExpertOrder {
+            order: int(ordered.order),
+            inverse: int(ordered.inverse),
+            counts: int(ordered.counts),
+        }
+    }
 }
 
 fn unwrap<B: Nvfp4Backend, const D: usize>(x: Tensor<Nvfp4<B>, D>) -> Tensor<B, D> {
@@ -73,6 +86,11 @@ fn unwrap<B: Nvfp4Backend, const D: usize>(x: Tensor<Nvfp4<B>, D>) -> Tensor<B, 
 
 fn wrap<B: Nvfp4Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<Nvfp4<B>, D> {
     Tensor::from_primitive(TensorPrimitive::Float(Nvfp4Tensor::Dense(x.into_primitive().tensor())))
+}
+
+/// Tensors of whole numbers are B's own.
+fn int<B: Nvfp4Backend, const D: usize>(x: Tensor<B, D, Int>) -> Tensor<Nvfp4<B>, D, Int> {
+    Tensor::from_primitive(x.into_primitive())
 }
 
 fn unwrap_norms<B: Nvfp4Backend>(norms: HeadNorms<Nvfp4<B>>) -> HeadNorms<B> {

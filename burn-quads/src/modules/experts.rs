@@ -2,7 +2,7 @@
 use burn::{
     config::Config,
     module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay, Param},
-    tensor::{IndexingUpdateOp, Int, Tensor, TensorPrimitive, backend::Backend},
+    tensor::{Int, Tensor, TensorPrimitive, backend::Backend},
 };
 use burn_nvfp4::{Nvfp4, Nvfp4Backend, PackError, Precision, WeightFormat, pack};
 use kernels_cubecl::{BLOCK, ResidualMask};
@@ -12,7 +12,7 @@ use super::{
     residual_probe::ResidualProbe,
     router::Routing,
 };
-use crate::backend::QuadsBackend;
+use crate::{backend::QuadsBackend, layer_backend::LayerBackend};
 
 /// Configuration of [`QuadsExperts`].
 #[derive(Config, Debug)]
@@ -226,23 +226,14 @@ struct Dispatch<B: Backend> {
     counts: Tensor<B, 1, Int>,
 }
 
-impl<B: Backend> Dispatch<B> {
+impl<B: LayerBackend> Dispatch<B> {
     fn new(expert_ids: Tensor<B, 2, Int>, experts: usize) -> Self {
         let [tokens, top_k] = expert_ids.dims();
-        let device = expert_ids.device();
-        let rows = tokens * top_k;
-        let expert_ids = expert_ids.reshape([rows]);
-        let index = Tensor::arange(0..rows as i64, &device);
-        let zeros = |n: usize| Tensor::<B, 1, Int>::zeros([n], &device);
-
-        // Every key is distinct, so rows of one expert stay in token order whatever sort the backend has.
-        let order = (expert_ids.clone() * rows as i64 + index.clone()).argsort(0);
-        let inverse = zeros(rows).scatter(0, order.clone(), index, IndexingUpdateOp::Add);
-        let ones = zeros(rows).add_scalar(1);
+        let ordered = B::order_by_expert(expert_ids.reshape([tokens * top_k]), experts);
         Self {
-            tokens: order / top_k as i64,
-            inverse,
-            counts: zeros(experts).scatter(0, expert_ids, ones, IndexingUpdateOp::Add),
+            tokens: ordered.order / top_k as i64,
+            inverse: ordered.inverse,
+            counts: ordered.counts,
         }
     }
 }

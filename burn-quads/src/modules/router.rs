@@ -5,6 +5,8 @@ use burn::{
     tensor::{DType, Int, Tensor, activation::softmax, backend::Backend},
 };
 
+use crate::layer_backend::LayerBackend;
+
 /// Configuration of a [`Router`].
 #[derive(Config, Debug)]
 pub struct RouterConfig {
@@ -82,7 +84,7 @@ impl<B: Backend> Routing<B> {
     }
 }
 
-impl<B: Backend> Router<B> {
+impl<B: LayerBackend> Router<B> {
     /// Routes `x` `[tokens, d_model]`.
     ///
     /// `replay`, `[tokens, top_k]`, are expert ids of another pass over the same tokens (routing replay, R3); a row that
@@ -94,7 +96,7 @@ impl<B: Backend> Router<B> {
         let logits = x.matmul(self.weight.val());
         let probabilities = softmax(logits.clone().cast(DType::F32), 1);
         // Logits decide, not probabilities: rounding in the softmax makes ties.
-        let chosen = logits.clone().detach().argsort_descending(1).narrow(1, 0, self.top_k);
+        let chosen = B::top_experts(logits.clone().detach(), self.top_k);
         let expert_ids = match replay {
             None => chosen,
             Some(replay) => {

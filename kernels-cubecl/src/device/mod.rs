@@ -37,7 +37,8 @@
 //! - `route`: which matmul kernel runs where, and their launch table;
 //! - `grouping`: tokens sorted by expert, for all of them;
 //! - `portable`, `decode`, `bf16_mma`, `block_scaled_mma`: a file a route; `mma16` decodes for two of them;
-//! - `fp8`: the baseline.
+//! - `fp8`: the baseline;
+//! - `values`: packed operands back to values; `dense_groups`: experts that are not packed.
 #![allow(
     clippy::manual_is_multiple_of,
     clippy::too_many_arguments,
@@ -49,6 +50,7 @@ mod block_scaled_mma;
 #[cfg(any(feature = "vulkan", feature = "cuda"))]
 mod client;
 mod decode;
+mod dense_groups;
 mod format;
 mod fp8;
 mod grouping;
@@ -59,16 +61,21 @@ mod portable;
 mod quantize;
 mod route;
 mod selection;
+mod values;
 
 #[cfg(feature = "cuda")]
 pub use client::cuda;
 #[cfg(feature = "vulkan")]
 pub use client::vulkan;
+pub use dense_groups::{MatrixStack, grouped_matmul_dense, grouped_outer_product};
 pub use fp8::{Fp8Rows, matmul_fp8, pack_weight_fp8, quantize_fp8};
 pub use matrix::{Element, Error, Matrix, PackedActivations, PackedWeight};
 pub use pack::{Amax, divides_exactly, pack_weight};
 pub use quantize::{DeviceMask, Residual, quantize};
 pub use route::{MatmulOptions, Route, Routing, grouped_matmul, matmul};
+pub use values::{
+    DecodeOptions, Fp8Axis, Fp8Codes, WeightCheck, decode_activations, decode_weight, decode_weight_fp8, fake_quantize_fp8,
+};
 
 /// Rows of packed buffers are padded to a multiple of this along `k`.
 pub const K_STEP: usize = 64;

@@ -21,7 +21,7 @@ pub struct Amax {
     pub(super) largest: Handle,
     /// `[experts]`: the same with NaN, so that at least the bits of infinity when a value is not finite.
     pub(super) worst: Handle,
-    experts: usize,
+    pub(super) experts: usize,
 }
 
 impl Amax {

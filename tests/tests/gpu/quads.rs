@@ -1,0 +1,214 @@
+//! The method's layers and model: forward, gradients, sync, rollout.
+use crate::support::{Stack, assert_close, bits, tensor, values};
+use burn::{
+    backend::{Autodiff, Flex},
+    module::{AutodiffModule, Param},
+    optim::{AdamWConfig, GradientsParams, Optimizer},
+    tensor::{Int, Tensor, TensorData, backend::Backend},
+};
+use burn_nvfp4::{Nvfp4, Nvfp4Backend, Precision, packed_weight};
+use burn_quads::{
+    backend::QuadsBackend,
+    layer_backend::LayerBackend,
+    modules::{
+        experts::{QuadsExperts, QuadsExpertsConfig},
+        moe::QuadsMoe,
+        moe_config::QuadsMoeConfig,
+        router::Routing,
+    },
+    rollout::{Completion, RolloutEngine, SamplingParams},
+    sync::{pack_model, sync},
+};
+
+const PRECISIONS: [&str; 5] = ["high", "w4a16", "w4a4", "w4a4_rac", "fp8"];
+
+/// f32 products by Burn's own matmul: TF32 on CUDA.
+fn is_exact<B>() -> bool {
+    !std::any::type_name::<B>().contains("Cuda")
+}
+
+fn experts<B: QuadsBackend>(precision: &Precision) -> QuadsExperts<B> {
+    let mut experts: QuadsExperts<B> = QuadsExpertsConfig::new(5, 48, 32)
+        .with_precision(precision.clone())
+        .init(&Default::default());
+    experts.gate_up_proj = Param::from_tensor(tensor(&crate::support::data(1, [5, 48, 64])));
+    experts.down_proj = Param::from_tensor(tensor(&crate::support::data(2, [5, 32, 48])));
+    experts
+}
+
+fn routing<B: Backend>() -> Routing<B> {
+    let device = Default::default();
+    // Expert 3 has no token.
+    let ids = [[0, 2], [2, 4], [1, 2], [4, 0], [2, 1], [0, 4], [2, 0]];
+    Routing {
+        expert_ids: Tensor::from_data(ids, &device),
+        weights: tensor::<B, 2>(&crate::support::data(3, [7, 2])) + 1.0,
+        logits: Tensor::zeros([7, 5], &device),
+    }
+}
+
+/// Output, and gradients of input and weights.
+fn experts_step<B: QuadsBackend>(precision: &Precision) -> [Vec<f32>; 4] {
+    let experts = experts::<Autodiff<B>>(precision);
+    let x = tensor::<Autodiff<B>, 2>(&crate::support::data(4, [7, 48])).require_grad();
+    let y = experts.forward(x.clone(), &routing());
+    let up: Tensor<Autodiff<B>, 2> = tensor(&crate::support::data(5, [7, 48]));
+    let grads = (y.clone() * up).sum().backward();
+    [
+        values(y.inner()),
+        values(x.grad(&grads).unwrap()),
+        values(experts.gate_up_proj.val().grad(&grads).unwrap()),
+        values(experts.down_proj.val().grad(&grads).unwrap()),
+    ]
+}
+
+pub fn experts_and_their_gradients_are_those_of_flex<B: Stack>() {
+    for precision in PRECISIONS {
+        let precision: Precision = precision.parse().unwrap();
+        let (actual, expected) = (
+            experts_step::<Nvfp4<B>>(&precision),
+            experts_step::<Nvfp4<Flex>>(&precision),
+        );
+        for (part, (a, e)) in ["output", "dx", "d gate_up", "d down"].iter().zip(actual.iter().zip(&expected)) {
+            // The input of down is computed: a last-bit difference can flip a code of it.
+            let tolerance = match precision {
+                Precision::High | Precision::W4A16 => 1e-5,
+                _ => 1e-2,
+            };
+            assert_close(a, e, tolerance, &format!("{precision}, {part}"));
+        }
+    }
+    // Packed, for inference.
+    for precision in &PRECISIONS[1..] {
+        let precision: Precision = precision.parse().unwrap();
+        let packed = experts::<Nvfp4<B>>(&precision).pack(&precision).unwrap();
+        let expected = experts::<Nvfp4<Flex>>(&precision).pack(&precision).unwrap();
+        let x = crate::support::data(6, [7, 48]);
+        let (a, e) = (
+            values(packed.forward(tensor(&x), &routing())),
+            values(expected.forward(tensor(&x), &routing())),
+        );
+        let tolerance = if precision == Precision::W4A16 { 1e-5 } else { 1e-2 };
+        assert_close(&a, &e, tolerance, &format!("packed, {precision}"));
+    }
+}
+
+fn config() -> QuadsMoeConfig {
+    QuadsMoeConfig::new(24, 64, 2, 4, 2, 16, 4, 2, 48).with_max_position_embeddings(64)
+}
+
+/// The model whose parameters Flex draws, so that all backends have the same.
+fn model<B: QuadsBackend>(precision: &Precision) -> QuadsMoe<B> {
+    let config = config().with_precision(precision.clone());
+    let drawn = config.init_seeded::<Nvfp4<Flex>>(11, &Default::default());
+    let mut model = config.init_seeded::<B>(11, &Default::default());
+    // Draws come from the host's generator: check that they did.
+    assert_eq!(
+        bits(&values(model.layers[1].mlp.experts.down_proj.val())),
+        bits(&values(drawn.layers[1].mlp.experts.down_proj.val()))
+    );
+    model.lm_head = model.lm_head.map(|head| head.map(|w| w * 3.0));
+    model
+}
+
+fn tokens<B: Backend>() -> Tensor<B, 2, Int> {
+    let ids: Vec<i64> = (0..3 * 10).map(|i| (i * i + 3 * i) % 24).collect();
+    Tensor::from_data(TensorData::new(ids, [3, 10]), &Default::default())
+}
+
+/// Logits, and the gradients of some parameters.
+fn model_step<B: QuadsBackend>(precision: &Precision) -> Vec<Vec<f32>> {
+    let model = model::<Autodiff<B>>(precision);
+    let logits = model.forward(tokens());
+    let grads = logits.clone().powi_scalar(2).mean().backward();
+    let (first, last) = (&model.layers[0], &model.layers[1]);
+    vec![
+        values(logits.inner()),
+        values(first.self_attn.q_proj.weight.val().grad(&grads).unwrap()),
+        values(first.mlp.experts.gate_up_proj.val().grad(&grads).unwrap()),
+        values(last.mlp.experts.down_proj.val().grad(&grads).unwrap()),
+    ]
+}
+
+pub fn a_model_and_its_gradients_are_those_of_flex<B: Stack>() {
+    for precision in ["high", "w4a16"] {
+        let precision: Precision = precision.parse().unwrap();
+        let (actual, expected) = (
+            model_step::<Nvfp4<B>>(&precision),
+            model_step::<Nvfp4<Flex>>(&precision),
+        );
+        let tolerance = if is_exact::<B>() { 1e-4 } else { 2e-2 };
+        for (part, (a, e)) in ["logits", "dq", "d gate_up", "d down"].iter().zip(actual.iter().zip(&expected)) {
+            assert_close(a, e, tolerance, &format!("{precision}, {part}"));
+        }
+    }
+}
+
+fn trained<B: Stack>(precision: &Precision) -> QuadsMoe<Autodiff<Nvfp4<B>>> {
+    let model = model::<Autodiff<Nvfp4<B>>>(precision);
+    let loss = model.forward(tokens()).powi_scalar(2).mean();
+    let grads = GradientsParams::from_grads(loss.backward(), &model);
+    AdamWConfig::new().init().step(1e-2, model, grads)
+}
+
+pub fn sync_packs_what_the_trainer_multiplies_with<B: Stack>() {
+    let trainer = trained::<B>(&Precision::W4A16);
+    let (rollout, audit) = sync(&trainer, &"w4a4_rac".parse().unwrap(), None).unwrap();
+    assert_eq!(audit.packed(), 2 * 6);
+    for (t, r) in trainer.layers.iter().zip(&rollout.layers) {
+        let [gate_up, down] = t.mlp.experts.quantized_weights();
+        for (forward, packed) in [(gate_up, &r.mlp.experts.gate_up_proj), (down, &r.mlp.experts.down_proj)] {
+            assert!(packed_weight(&packed.val()).is_some());
+            assert_eq!(bits(&values(forward.inner())), bits(&values(packed.val().dequantize())));
+        }
+        let [q, k, v] = t.self_attn.qkv().quantized_weights();
+        let packed = [&r.self_attn.q_proj, &r.self_attn.k_proj, &r.self_attn.v_proj];
+        for (forward, packed) in [q, k, v].into_iter().zip(packed) {
+            assert_eq!(bits(&values(forward.inner())), bits(&values(packed.weight.val().dequantize())));
+        }
+    }
+    // The packed model computes what the trainer computes.
+    let (rollout, _) = sync(&trainer, &Precision::W4A16, None).unwrap();
+    let tolerance = if is_exact::<B>() { 1e-4 } else { 2e-2 };
+    let expected = values(trainer.valid().forward(tokens()));
+    assert_close(&values(rollout.forward(tokens())), &expected, tolerance, "the packed model");
+}
+
+fn rollout<B: Nvfp4Backend + LayerBackend>(precision: &Precision, temperature: f32) -> Vec<Completion> {
+    let model = model::<Nvfp4<B>>(&Precision::High);
+    let model = match precision {
+        Precision::High => model,
+        precision => pack_model(model, precision, None).unwrap().0,
+    };
+    let prompts = [vec![1, 5, 7], vec![2], vec![1, 5, 7], vec![9, 8, 7, 6, 5]];
+    let params = SamplingParams {
+        temperature,
+        max_new_tokens: 6,
+        eos_token_ids: vec![3],
+        seed: 5,
+        record_routing: false,
+    };
+    RolloutEngine::new(3, 32).unwrap().generate(&model, &prompts, &params).unwrap()
+}
+
+pub fn a_rollout_is_that_of_flex<B: Stack>() {
+    for precision in PRECISIONS {
+        let precision: Precision = precision.parse().unwrap();
+        let (actual, expected) = (rollout::<B>(&precision, 1.0), rollout::<Flex>(&precision, 1.0));
+        let tolerance = match precision {
+            Precision::High | Precision::W4A16 if is_exact::<B>() => 1e-4,
+            _ => 0.1,
+        };
+        for (a, e) in actual.iter().zip(&expected) {
+            // Sampled from the same random numbers: the same tokens while the log-probs agree.
+            let same = a.tokens.iter().zip(&e.tokens).take_while(|(a, e)| a == e).count();
+            assert!(same > 0, "{precision}: {:?} and {:?}", a.tokens, e.tokens);
+            if tolerance < 1e-3 {
+                assert_eq!(a.tokens, e.tokens, "{precision}");
+            }
+            for (a, e) in a.log_probs.iter().zip(&e.log_probs).take(same) {
+                assert!((a - e).abs() <= tolerance, "{precision}: log-prob {a}, on Flex {e}");
+            }
+        }
+    }
+}
