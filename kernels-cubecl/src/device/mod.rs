@@ -74,7 +74,8 @@ pub use pack::{Amax, divides_exactly, pack_weight};
 pub use quantize::{DeviceMask, Residual, quantize};
 pub use route::{MatmulOptions, Route, Routing, grouped_matmul, matmul};
 pub use values::{
-    DecodeOptions, Fp8Axis, Fp8Codes, WeightCheck, decode_activations, decode_weight, decode_weight_fp8, fake_quantize_fp8,
+    DecodeOptions, Fp8Axis, Fp8Codes, WeightCheck, decode_activations, decode_weight, decode_weight_fp8,
+    fake_quantize_fp8,
 };
 
 /// Rows of packed buffers are padded to a multiple of this along `k`.
