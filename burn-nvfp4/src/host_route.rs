@@ -1,8 +1,5 @@
 //! Packing on the host, on any backend: the defaults of [`Nvfp4Backend`], and what a device falls back to.
-use burn_backend::{
-    FloatDType, TensorMetadata,
-    tensor::FloatTensor,
-};
+use burn_backend::{FloatDType, TensorMetadata, tensor::FloatTensor};
 use kernels_cubecl::{Activation, Error};
 
 use crate::{
@@ -32,12 +29,7 @@ pub(crate) fn pack_weight<B: Nvfp4Backend>(
         d_out,
         codes: codes_tensor::<B>(packed.codes, format, d_in, groups * d_out, &device),
         block_scales: block_scales_tensor::<B>(packed.block_scales, format, d_in, groups * d_out, &device),
-        outer_scales: floats_tensor::<B>(
-            packed.outer_scales,
-            packed.outer_scales_shape,
-            &device,
-            FloatDType::F32,
-        ),
+        outer_scales: floats_tensor::<B>(packed.outer_scales, packed.outer_scales_shape, &device, FloatDType::F32),
         convention: OuterScaleConvention::Multiply,
     };
     Ok(PackedWeight::new(storage, shape.num_dims()).with_dtype(dtype))

@@ -106,7 +106,11 @@ pub(crate) async fn into_data<B: Nvfp4Backend>(weight: PackedWeight<B>) -> Resul
     for word in mask.map_or(&[][..], ResidualMask::words) {
         bytes.extend_from_slice(&word.to_le_bytes());
     }
-    for (rows, tensor) in weight.row_bytes().into_iter().zip([&storage.codes, &storage.block_scales]) {
+    for (rows, tensor) in weight
+        .row_bytes()
+        .into_iter()
+        .zip([&storage.codes, &storage.block_scales])
+    {
         let data = B::int_into_data(tensor.clone()).await?.convert::<u8>();
         bytes.extend_from_slice(&rows.strip(&data.bytes));
     }

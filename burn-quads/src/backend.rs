@@ -10,14 +10,12 @@
 //! | `grouped_linear` | `y_e = x_e · w_e` for each expert `e` | `dx_e = g_e · w_eᵀ`, `dw_e = x_eᵀ · g_e` |
 //!
 //! What has no straight-through gradient is in [`LayerBackend`].
-use burn::{
-    backend::{
-        Autodiff, Flex,
-        autodiff::{
-            checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
-            grads::Gradients,
-            ops::{Backward, Ops, OpsKind, unary},
-        },
+use burn::backend::{
+    Autodiff, Flex,
+    autodiff::{
+        checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
+        grads::Gradients,
+        ops::{Backward, Ops, OpsKind, unary},
     },
 };
 use burn_backend::{

@@ -61,7 +61,10 @@ where
     };
     let x = match shape.num_dims() {
         2 => x,
-        _ => <CubeBackend<R, F, I, BT> as burn_backend::ops::FloatTensorOps<_>>::float_reshape(x, Shape::from([tokens, k])),
+        _ => <CubeBackend<R, F, I, BT> as burn_backend::ops::FloatTensorOps<_>>::float_reshape(
+            x,
+            Shape::from([tokens, k]),
+        ),
     };
     matrix(&x)
 }
@@ -94,7 +97,12 @@ where
 }
 
 /// A tensor from a buffer of the same device as `like`.
-pub(super) fn tensor<R: CubeRuntime>(like: &CubeTensor<R>, handle: Handle, shape: Shape, dtype: DType) -> CubeTensor<R> {
+pub(super) fn tensor<R: CubeRuntime>(
+    like: &CubeTensor<R>,
+    handle: Handle,
+    shape: Shape,
+    dtype: DType,
+) -> CubeTensor<R> {
     CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), shape, handle, dtype)
 }
 

@@ -60,7 +60,11 @@ pub fn nothing_waits_for_the_device<B: Stack>() {
             results.push(B::fake_quantize_weight(single.clone(), format, None));
         }
         results.push(B::grouped_linear(x.clone(), w.clone(), group.clone()));
-        results.push(B::grouped_linear_weight_backward(x.clone(), grad.clone(), group.clone()));
+        results.push(B::grouped_linear_weight_backward(
+            x.clone(),
+            grad.clone(),
+            group.clone(),
+        ));
         let wrapped = Nvfp4Tensor::Dense(w.clone());
         let dx = Nvfp4::<B>::grouped_linear_x_backward(Nvfp4Tensor::Dense(grad.clone()), wrapped, group.clone());
         results.push(dx.dense());

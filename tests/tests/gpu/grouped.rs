@@ -74,11 +74,8 @@ pub fn gradients_of_groups_are_those_of_flex<B: Stack>() {
     for [rows, m, n] in [[12, 20, 10], [12, 70, 130]] {
         let (x, g) = (data(7, [rows, m]), data(8, [rows, n]));
         for group in GROUPS {
-            let expected = Flex::grouped_linear_weight_backward(
-                float::<Flex>(&x),
-                float::<Flex>(&g),
-                counts::<Flex>(&group),
-            );
+            let expected =
+                Flex::grouped_linear_weight_backward(float::<Flex>(&x), float::<Flex>(&g), counts::<Flex>(&group));
             let dw = B::grouped_linear_weight_backward(float::<B>(&x), float::<B>(&g), counts::<B>(&group));
             assert_close(&read::<B>(&dw), &read::<Flex>(&expected), 1e-6, &format!("{group:?}"));
         }

@@ -100,7 +100,11 @@ pub fn a_row_depends_on_no_other_row<B: Stack>() {
         let x = activations(13, [7, 64]);
         let all = product(&x);
         let x = x.to_vec::<f32>().unwrap();
-        let scaled: Vec<f32> = x.iter().enumerate().map(|(i, v)| if i < 64 { v * 1e4 } else { *v }).collect();
+        let scaled: Vec<f32> = x
+            .iter()
+            .enumerate()
+            .map(|(i, v)| if i < 64 { v * 1e4 } else { *v })
+            .collect();
         let scaled = product(&TensorData::new(scaled, [7, 64]));
         for row in 1..7 {
             let one = product(&TensorData::new(x[row * 64..][..64].to_vec(), [1, 64]));
@@ -148,7 +152,14 @@ pub fn an_outer_scale_may_divide<B: Stack>() {
         let x = activations(17, [4, 48]);
         let y = read::<B>(&B::packed_linear(float::<B>(&x), &here));
         let x = read::<Flex>(&Flex::fake_quantize_activations(float::<Flex>(&x), &activation));
-        assert_product(&y, &x, &w, [4, 48, 10], tolerance::<B>(&activation, 48), "a scale that divides");
+        assert_product(
+            &y,
+            &x,
+            &w,
+            [4, 48, 10],
+            tolerance::<B>(&activation, 48),
+            "a scale that divides",
+        );
     }
 }
 
@@ -166,7 +177,9 @@ pub fn a_transposed_weight_multiplies_with_its_values<B: Stack>() {
 pub fn input_of_another_width_is_refused_with_both_shapes<B: Stack>() {
     let weight = on::<B>(&data(20, [32, 10]), WeightFormat::Nvfp4, &Activation::Nvfp4);
     let x = float::<B>(&data(21, [3, 48]));
-    let error = catch_unwind(AssertUnwindSafe(|| B::packed_linear(x, &weight))).map(|_| ()).unwrap_err();
+    let error = catch_unwind(AssertUnwindSafe(|| B::packed_linear(x, &weight)))
+        .map(|_| ())
+        .unwrap_err();
     let error = error.downcast_ref::<String>().unwrap();
     let expected = "input [3, 48] does not match the packed weight [32, 10]: expected a last dimension of 32";
     assert!(error.contains(expected), "{error}");

@@ -46,7 +46,16 @@ pub fn an_unmodified_attention_layer_runs_packed<B: Stack>() {
         let difference: f32 = a.iter().zip(&b).map(|(a, b)| (a - b).abs()).sum::<f32>() / a.len() as f32;
         assert!(difference < 2e-3, "{precision}: mean difference {difference}");
         if precision == Precision::W4A16 {
-            assert_close(&a, &b, if std::any::type_name::<B>().contains("Cuda") { 4e-3 } else { 1e-5 }, "w4a16");
+            assert_close(
+                &a,
+                &b,
+                if std::any::type_name::<B>().contains("Cuda") {
+                    4e-3
+                } else {
+                    1e-5
+                },
+                "w4a16",
+            );
         }
     }
 }

@@ -1,12 +1,12 @@
 //! Codes, scales and values have Flex's bits.
-use crate::support::{
-    Stack, activations, bits, data, float, lazy, mask, noise, on, on_flex, read, settings, tensor,
-};
+use crate::support::{Stack, activations, bits, data, float, lazy, mask, noise, on, on_flex, read, settings, tensor};
 use burn::{
     backend::Flex,
     tensor::{Tensor, TensorData, TensorPrimitive},
 };
-use burn_nvfp4::{Activation, Nvfp4, Nvfp4Backend, Nvfp4QTensor, Nvfp4Tensor, PackedWeight, WeightFormat, packed_weight};
+use burn_nvfp4::{
+    Activation, Nvfp4, Nvfp4Backend, Nvfp4QTensor, Nvfp4Tensor, PackedWeight, WeightFormat, packed_weight,
+};
 
 const SHAPES: [&[usize]; 6] = [&[64, 24], &[48, 40], &[16, 1], &[208, 7], &[3, 80, 16], &[5, 128, 33]];
 
@@ -63,7 +63,10 @@ pub fn weights_share_an_outer_scale_by_their_amax<B: Stack>() {
     let expected = Flex::pack_weight(float::<Flex>(&data), WeightFormat::Nvfp4, Some(float::<Flex>(&amax))).unwrap();
     assert_same(&pack(float::<B>(&data), float::<B>(&amax)), &expected, "a given amax");
     let faked = B::fake_quantize_weight(float::<B>(&data), WeightFormat::Nvfp4, Some(float::<B>(&amax)));
-    assert_eq!(bits(&read::<B>(&faked)), bits(&read::<Flex>(&Flex::unpack_weight(&expected))));
+    assert_eq!(
+        bits(&read::<B>(&faked)),
+        bits(&read::<Flex>(&Flex::unpack_weight(&expected)))
+    );
 }
 
 pub fn what_cannot_be_packed_is_refused_with_the_words_of_flex<B: Stack>() {
@@ -73,7 +76,11 @@ pub fn what_cannot_be_packed_is_refused_with_the_words_of_flex<B: Stack>() {
             TensorData::new(amax, [len])
         });
         let a = B::pack_weight(float::<B>(&data), WeightFormat::Nvfp4, amax.as_ref().map(float::<B>));
-        let b = Flex::pack_weight(float::<Flex>(&data), WeightFormat::Nvfp4, amax.as_ref().map(float::<Flex>));
+        let b = Flex::pack_weight(
+            float::<Flex>(&data),
+            WeightFormat::Nvfp4,
+            amax.as_ref().map(float::<Flex>),
+        );
         assert_eq!(a.unwrap_err().to_string(), b.unwrap_err().to_string());
     };
     for bad in [f32::NAN, f32::INFINITY] {
@@ -133,7 +140,10 @@ pub fn decoded_values_have_the_bits_of_flex<B: Stack>() {
     let data = weight(30, &[48, 10]);
     let a = lazy::<B, 2>(on::<B>(&data, WeightFormat::Nvfp4, &Activation::Nvfp4)).transpose();
     let b = lazy::<Flex, 2>(on_flex(&data, WeightFormat::Nvfp4, &Activation::Nvfp4)).transpose();
-    assert_eq!(a.into_data().to_vec::<f32>().unwrap(), b.into_data().to_vec::<f32>().unwrap());
+    assert_eq!(
+        a.into_data().to_vec::<f32>().unwrap(),
+        b.into_data().to_vec::<f32>().unwrap()
+    );
 }
 
 pub fn fake_quantized_weights_have_the_bits_of_flex<B: Stack>() {
@@ -163,7 +173,11 @@ pub fn fake_quantized_activations_have_the_bits_of_flex<B: Stack>() {
             let data = TensorData::new(values, [3, 3, k]);
             let a = read::<B>(&B::fake_quantize_activations(float::<B>(&data), &activation));
             let b = read::<Flex>(&Flex::fake_quantize_activations(float::<Flex>(&data), &activation));
-            let nan = |v: &[f32]| v.iter().map(|v| if v.is_nan() { u32::MAX } else { v.to_bits() }).collect::<Vec<_>>();
+            let nan = |v: &[f32]| {
+                v.iter()
+                    .map(|v| if v.is_nan() { u32::MAX } else { v.to_bits() })
+                    .collect::<Vec<_>>()
+            };
             assert_eq!(nan(&a), nan(&b), "{activation:?}");
         }
     }

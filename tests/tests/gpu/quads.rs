@@ -69,7 +69,10 @@ pub fn experts_and_their_gradients_are_those_of_flex<B: Stack>() {
             experts_step::<Nvfp4<B>>(&precision),
             experts_step::<Nvfp4<Flex>>(&precision),
         );
-        for (part, (a, e)) in ["output", "dx", "d gate_up", "d down"].iter().zip(actual.iter().zip(&expected)) {
+        for (part, (a, e)) in ["output", "dx", "d gate_up", "d down"]
+            .iter()
+            .zip(actual.iter().zip(&expected))
+        {
             // The input of down is computed: a last-bit difference can flip a code of it.
             let tolerance = match precision {
                 Precision::High | Precision::W4A16 => 1e-5,
@@ -138,7 +141,10 @@ pub fn a_model_and_its_gradients_are_those_of_flex<B: Stack>() {
             model_step::<Nvfp4<Flex>>(&precision),
         );
         let tolerance = if is_exact::<B>() { 1e-4 } else { 2e-2 };
-        for (part, (a, e)) in ["logits", "dq", "d gate_up", "d down"].iter().zip(actual.iter().zip(&expected)) {
+        for (part, (a, e)) in ["logits", "dq", "d gate_up", "d down"]
+            .iter()
+            .zip(actual.iter().zip(&expected))
+        {
             assert_close(a, e, tolerance, &format!("{precision}, {part}"));
         }
     }
@@ -164,14 +170,22 @@ pub fn sync_packs_what_the_trainer_multiplies_with<B: Stack>() {
         let [q, k, v] = t.self_attn.qkv().quantized_weights();
         let packed = [&r.self_attn.q_proj, &r.self_attn.k_proj, &r.self_attn.v_proj];
         for (forward, packed) in [q, k, v].into_iter().zip(packed) {
-            assert_eq!(bits(&values(forward.inner())), bits(&values(packed.weight.val().dequantize())));
+            assert_eq!(
+                bits(&values(forward.inner())),
+                bits(&values(packed.weight.val().dequantize()))
+            );
         }
     }
     // The packed model computes what the trainer computes.
     let (rollout, _) = sync(&trainer, &Precision::W4A16, None).unwrap();
     let tolerance = if is_exact::<B>() { 1e-4 } else { 2e-2 };
     let expected = values(trainer.valid().forward(tokens()));
-    assert_close(&values(rollout.forward(tokens())), &expected, tolerance, "the packed model");
+    assert_close(
+        &values(rollout.forward(tokens())),
+        &expected,
+        tolerance,
+        "the packed model",
+    );
 }
 
 fn rollout<B: Nvfp4Backend + LayerBackend>(precision: &Precision, temperature: f32) -> Vec<Completion> {
@@ -188,7 +202,10 @@ fn rollout<B: Nvfp4Backend + LayerBackend>(precision: &Precision, temperature: f
         seed: 5,
         record_routing: false,
     };
-    RolloutEngine::new(3, 32).unwrap().generate(&model, &prompts, &params).unwrap()
+    RolloutEngine::new(3, 32)
+        .unwrap()
+        .generate(&model, &prompts, &params)
+        .unwrap()
 }
 
 pub fn a_rollout_is_that_of_flex<B: Stack>() {

@@ -132,7 +132,10 @@ pub fn settings(k: usize) -> Vec<(WeightFormat, Activation)> {
         (WeightFormat::Nvfp4, Activation::Full),
         (WeightFormat::Nvfp4, Activation::Nvfp4),
         (WeightFormat::Nvfp4, Activation::Compensated(Compensation::All)),
-        (WeightFormat::Nvfp4, Activation::Compensated(Compensation::Mask(mask(k)))),
+        (
+            WeightFormat::Nvfp4,
+            Activation::Compensated(Compensation::Mask(mask(k))),
+        ),
         (WeightFormat::Nvfp4, per_token(Granularity::Channel, 0.5)),
         (WeightFormat::Nvfp4, per_token(Granularity::Block16, 0.25)),
         (WeightFormat::Nvfp4, per_token(Granularity::Block64, 0.5)),

@@ -36,7 +36,11 @@ fn step<B: QuadsBackend>(precision: &Precision) -> [Vec<f32>; 4] {
 }
 
 pub fn a_linear_layer_trains_as_on_flex<B: Stack>() {
-    let tolerance = if std::any::type_name::<B>().contains("Cuda") { 4e-3 } else { 1e-5 };
+    let tolerance = if std::any::type_name::<B>().contains("Cuda") {
+        4e-3
+    } else {
+        1e-5
+    };
     for precision in ["high", "w4a16", "w4a4", "w4a4_rac", "fp8"] {
         let precision: Precision = precision.parse().unwrap();
         let (actual, expected) = (step::<Nvfp4<B>>(&precision), step::<Nvfp4<Flex>>(&precision));
