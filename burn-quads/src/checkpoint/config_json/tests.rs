@@ -226,3 +226,35 @@ fn a_text_that_is_no_object_or_says_things_twice_is_refused() {
     }
     assert!(QuadsMoeConfig::from_json(&r#"{"a":["#.repeat(100_000)).is_err());
 }
+
+#[test]
+fn the_published_models_are_described_as_they_are() {
+    // Fields and values of Qwen/Qwen3-30B-A3B and allenai/OLMoE-1B-7B-0125-Instruct; totals as the Hub gives them.
+    let qwen = json!({
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960,
+        "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+        "norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-6,
+        "rope_scaling": null, "rope_theta": 1e6, "router_aux_loss_coef": 0.001, "sliding_window": null,
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
+        "use_sliding_window": false, "vocab_size": 151936,
+    });
+    let olmoe = json!({
+        "_name_or_path": "somewhere", "architectures": ["OlmoeForCausalLM"], "attention_bias": false,
+        "attention_dropout": 0.0, "clip_qkv": null, "eos_token_id": 50279, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 1024, "max_position_embeddings": 4096, "model_type": "olmoe",
+        "norm_topk_prob": false, "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
+        "num_hidden_layers": 16, "num_key_value_heads": 16, "output_router_logits": false, "pad_token_id": 1,
+        "rms_norm_eps": 1e-5, "rope_scaling": null, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01,
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.47.1", "use_cache": false,
+        "vocab_size": 50304,
+    });
+    for (json, parameters) in [(qwen, 30_532_122_624), (olmoe, 6_919_161_856)] {
+        let config = QuadsMoeConfig::from_json(&json.to_string()).unwrap();
+        assert_eq!(config.num_params(), Some(parameters));
+        // All of it fits NVFP4's blocks.
+        assert_eq!(config.with_precision(Precision::W4A4).validate(), Ok(()));
+    }
+}
