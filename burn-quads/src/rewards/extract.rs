@@ -13,11 +13,8 @@ pub fn final_answer(completion: &str) -> Option<String> {
         Boxed::Unclosed => return None,
         Boxed::Absent => {}
     }
-    let marked = text
-        .rfind("####")
-        .map(|at| line(&text[at + "####".len()..]).unwrap_or_default());
     let answer = tagged(text)
-        .or(marked)
+        .or_else(|| marked(text))
         .or_else(|| after_answer(text))
         .or_else(|| bold(text))
         .or_else(|| only_line(text))?;
@@ -32,7 +29,7 @@ enum Boxed {
     Absent,
 }
 
-const BOX: &str = "\\boxed";
+const BOXES: [&str; 2] = ["\\boxed", "\\fbox"];
 
 /// Content and extent of a box.
 struct Span {
@@ -45,12 +42,15 @@ fn boxed(text: &str) -> Boxed {
     let closing = closing_braces(text);
     let mut boxes: Vec<Span> = vec![];
     let mut unclosed = false;
-    for (start, _) in text.match_indices(BOX) {
+    let named = |name: &'static str| text.match_indices(name);
+    let mut starts: Vec<(usize, &str)> = BOXES.into_iter().flat_map(named).collect();
+    starts.sort_unstable();
+    for (start, name) in starts {
         // A box within a box is part of its content.
         if boxes.last().is_some_and(|last| start < last.end) {
             continue;
         }
-        let rest = &text[start + BOX.len()..];
+        let rest = &text[start + name.len()..];
         let open = text.len() - rest.trim_start().len();
         unclosed = false;
         if text[open..].starts_with('{') {
@@ -126,6 +126,14 @@ fn tagged(text: &str) -> Option<&str> {
     let end = text.rfind("</answer>")?;
     let start = text[..end].rfind("<answer>")? + "<answer>".len();
     Some(&text[start..end])
+}
+
+/// Behind the last `####`, unless that is a heading: an answer is one word, or starts as a number does.
+fn marked(text: &str) -> Option<&str> {
+    let at = text.rfind("####")?;
+    let line = line(&text[at + "####".len()..]).unwrap_or_default();
+    let number = line.starts_with(|c: char| c.is_ascii_digit() || "-+.$\\(€£".contains(c));
+    (number || line.split_whitespace().count() < 2).then_some(line)
 }
 
 /// Behind the last `answer:` or `answer is`.

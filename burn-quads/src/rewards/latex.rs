@@ -2,7 +2,10 @@
 
 /// What is taken out, and what is put in its place. Longer commands come before those that they start with.
 const REPLACEMENTS: &[(&str, &str)] = &[
+    // A row's end in a matrix, before the commands that begin with one backslash.
+    ("\\\\", ROW_END),
     ("\\displaystyle", ""),
+    (",\\! ", ","),
     ("\\qquad", " "),
     ("\\quad", " "),
     ("\\,", ""),
@@ -19,8 +22,10 @@ const REPLACEMENTS: &[(&str, &str)] = &[
     ("\\]", ""),
     ("\\left", ""),
     ("\\right", ""),
+    ("\\leqslant", "≤"),
     ("\\leq", "≤"),
     ("\\le", "≤"),
+    ("\\geqslant", "≥"),
     ("\\geq", "≥"),
     ("\\ge", "≥"),
     ("\\$", ""),
@@ -55,6 +60,9 @@ const REPLACEMENTS: &[(&str, &str)] = &[
     ("**", ""),
 ];
 
+/// What stands for the end of a matrix's row.
+const ROW_END: &str = "\u{1}";
+
 /// Commands whose argument is text: it is put between quotation marks.
 const TEXT: &[&str] = &[
     "\\text",
@@ -69,6 +77,13 @@ const TEXT: &[&str] = &[
 /// `text` in plain characters: no dollar signs, spacing, currency, percent and degree signs; quoted words; one spelling for
 /// each operator; no full stop at the end.
 pub(super) fn plain(text: &str) -> String {
+    let mut text = text.trim();
+    while let Some(inside) = ["\\boxed{", "\\fbox{"]
+        .iter()
+        .find_map(|open| text.strip_prefix(open)?.strip_suffix('}'))
+    {
+        text = inside.trim();
+    }
     let mut out = quoted(text);
     for (from, to) in REPLACEMENTS {
         if out.contains(from) {
@@ -135,7 +150,10 @@ mod tests {
             ("\\dfrac{1}{2}", "\\frac{1}{2}"),
             ("3 \\times 10^4", "3 * 10^4"),
             ("\\text{a", "\\text{a"),
-            ("\\\\text{a}", "\\\\text{a}"),
+            ("\\\\text{a}", "\u{1}text{a}"),
+            ("1 \\\\ 2", "1 \u{1} 2"),
+            ("11,\\! 111", "11,111"),
+            ("\\boxed{4}", "4"),
             ("x \\le 3", "x ≤ 3"),
             ("\\", "\\"),
         ] {

@@ -6,9 +6,9 @@
 //! | the completion has | its answer is |
 //! |---|---|
 //! | `</think>` | looked for behind the last one only; a `<think>` that is never closed has no answer |
-//! | `\boxed{…}` | the last box; boxes joined by commas or "or" are one list; an unclosed last box is no answer |
+//! | `\boxed{…}`, `\fbox{…}` | the last box; boxes joined by commas or "or" are one list; an unclosed last box is no answer |
 //! | `<answer>…</answer>` | between the last tags |
-//! | `#### …` | the rest of the line behind the last mark (GSM8K) |
+//! | `#### …` | the rest of the line behind the last mark (GSM8K), if it is one word or starts as a number does |
 //! | `Answer: …`, `the answer is …` | the rest of the line behind the last one |
 //! | `**…**` | the last bold text |
 //! | one line and nothing else | that line |

@@ -26,6 +26,9 @@ pub struct RunState {
     pub position: Position,
     /// Of the settings; see [`Config::fingerprint`](crate::config::Config::fingerprint).
     pub config_fingerprint: String,
+    /// Of what was read from files; see [`Problems::fingerprint`](crate::problems::Problems::fingerprint).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub problems_fingerprint: Option<String>,
     /// Updates left out for gradients that were not finite.
     pub skipped: SkippedSteps,
     /// Steps that the warm-up has taken.
@@ -280,6 +283,7 @@ mod tests {
         RunState {
             position,
             config_fingerprint: "f".into(),
+            problems_fingerprint: None,
             skipped: SkippedSteps {
                 total: 3,
                 consecutive: 1,

@@ -91,7 +91,12 @@ impl RunArgs {
     /// All assignments, the short options last.
     pub fn assignments(&self) -> Vec<String> {
         // As TOML text: a path may look like a number.
-        let path = |path: &Option<PathBuf>| path.as_ref().map(|path| format!("{:?}", path.display().to_string()));
+        let path = |path: &Option<PathBuf>| {
+            let path = path.as_ref()?;
+            // So that the run can be resumed from anywhere.
+            let path = std::path::absolute(path).unwrap_or_else(|_| path.clone());
+            Some(format!("{:?}", path.display().to_string()))
+        };
         let short = [
             ("run.name", self.name.clone()),
             ("run.seed", self.seed.map(|seed| seed.to_string())),

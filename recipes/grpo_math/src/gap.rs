@@ -16,7 +16,7 @@ use crate::{
     sampling::{Rollouts, Sampling},
     scoring::{mismatch, trainer_side},
     seeds,
-    session::{calibrate, read_policy},
+    session::{calibrate, check_problems, read_policy},
 };
 
 /// A trainer and a rollout.
@@ -104,6 +104,7 @@ pub fn measure_checkpoint(
     completions: Option<usize>,
 ) -> Result<GapReport> {
     let problems = Problems::draw(config)?;
+    check_problems(config, &problems, checkpoint)?;
     let (policy, _) = read_policy(config, &problems, checkpoint)?;
     let masks = calibrate(config, &problems, &policy)?;
     let held_out = problems.more_held_out(completions.unwrap_or(COMPLETIONS), "gap problems")?;

@@ -4,7 +4,7 @@ use burn_quads::tasks::{Problem, Split, TaskError, TaskMixture};
 use rand::seq::SliceRandom;
 
 use crate::{
-    config::Config,
+    config::{Config, Fingerprint},
     language::Language,
     seeds,
     text::{TextLanguage, TextProblems},
@@ -44,6 +44,8 @@ pub struct Problems {
     pub validation: Vec<Problem>,
     /// GRPO's prompts.
     pub training: Vec<Problem>,
+    /// Of what was read from files and decides a run's course: problems, tokens, model. Absent where nothing was.
+    pub fingerprint: Option<String>,
     seed: u64,
 }
 
@@ -65,6 +67,7 @@ impl Problems {
                 );
             }
             return Ok(Self {
+                fingerprint: Some(fingerprint(&files, &language)?),
                 held_out: std::mem::take(&mut files.held_out),
                 training: std::mem::take(&mut files.training),
                 validation: vec![],
@@ -76,6 +79,7 @@ impl Problems {
         let mixture = config.task.mixture()?;
         let set = |split, count| distinct(&mixture, split, count, seed);
         Ok(Self {
+            fingerprint: None,
             held_out: set(Split::HeldOut, config.eval.problems)?,
             validation: set(Split::Validation, config.warmup.validation_problems)?,
             training: set(Split::Train, config.task.train_problems)?,
@@ -160,6 +164,21 @@ impl Problems {
         order.shuffle(&mut seeds::stream(self.seed, "training order", epoch));
         order
     }
+}
+
+/// Of the problems as token ids, their answers, the ids that end an answer, and the model's configuration.
+fn fingerprint(files: &TextProblems, language: &TextLanguage) -> Result<String> {
+    let mut hash = Fingerprint::default();
+    for problem in files.held_out.iter().chain(&files.training) {
+        for id in language.prompt(&problem.prompt)? {
+            hash.add(&id.to_le_bytes());
+        }
+        hash.add(problem.answer.as_bytes());
+        hash.add(b"\n");
+    }
+    hash.add(format!("{:?}", language.eos_token_ids()).as_bytes());
+    hash.add(language.model().config().to_json().as_bytes());
+    Ok(hash.to_string())
 }
 
 #[cfg(test)]

@@ -127,6 +127,7 @@ impl<'a> Session<'a> {
         let state = RunState {
             position: snapshot.position,
             config_fingerprint: self.config.fingerprint.clone(),
+            problems_fingerprint: self.problems.fingerprint.clone(),
             skipped: snapshot.skipped,
             warmup_steps: snapshot.warmup_steps,
             elapsed_s: self.elapsed(),
@@ -226,6 +227,23 @@ pub fn check_fingerprint(folder: &RunFolder, config: &Config, checkpoint: &Check
         );
     }
     Ok(())
+}
+
+/// Refuses a checkpoint of other problems, another tokenizer or another model.
+pub fn check_problems(config: &Config, problems: &Problems, checkpoint: &Checkpoint) -> Result<()> {
+    let Some(data) = config
+        .data
+        .as_ref()
+        .filter(|_| checkpoint.state.problems_fingerprint != problems.fingerprint)
+    else {
+        return Ok(());
+    };
+    bail!(
+        "{}: the problems have changed since the run began, or the tokenizer, chat template or configuration of {}: put them \
+         back as they were, or start a new run",
+        data.train.display(),
+        data.model.display()
+    )
 }
 
 /// Whether a precision compensates calibrated channels.

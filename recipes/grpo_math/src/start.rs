@@ -10,7 +10,7 @@ use crate::{
     problems::Problems,
     run_folder::RunFolder,
     run_lock::RunLock,
-    session::check_fingerprint,
+    session::{check_fingerprint, check_problems},
 };
 
 /// A run that can begin, or go on.
@@ -86,8 +86,10 @@ impl Start {
                 folder.config().display()
             )
         })?;
+        let problems = Problems::draw(&config)?;
+        check_problems(&config, &problems, &checkpoint)?;
         Ok(Self {
-            problems: Problems::draw(&config)?,
+            problems,
             resumed: Some(Resumed {
                 checkpoint,
                 first,

@@ -44,10 +44,14 @@ fn a_model_is_trained_and_handed_back_in_its_own_form() {
             .arg(held_out),
     ));
     let run = folder.join("run");
-    // 4 of the file's problems are held out, and the training file has them too.
-    assert!(said.contains("16 training problems, 4 held out"), "{said}");
+    // 5 of the training file's 20 are in the other one, of which 4 are evaluated on.
+    assert!(said.contains("15 training problems, 4 held out"), "{said}");
     assert!(
-        said.contains("4 training problems are left out: they are among the held-out ones"),
+        said.contains("5 training problems are left out: they are among the held-out ones"),
+        "{said}"
+    );
+    assert!(
+        said.contains("the first 4 of 25 held-out problems are evaluated on"),
         "{said}"
     );
     assert!(said.contains("sampled (pass@4)"), "{said}");
@@ -114,21 +118,34 @@ fn a_prolonged_run_ends_with_the_bits_of_a_longer_one() {
     let exported = |run: &Path| fs::read(run.join("model-4/model.safetensors")).unwrap();
     assert!(exported(&short) == exported(&long));
 
-    // Other problems under the same name are another run.
-    let train = short.parent().unwrap().join("train.jsonl");
-    fs::write(
-        &train,
-        fs::read_to_string(&train)
-            .unwrap()
-            .replace("letter 3?", "letter three?"),
-    )
-    .unwrap();
-    let output = resume(short.parent().unwrap(), &["grpo.steps=5"]).output().unwrap();
-    assert!(!output.status.success());
+    // Other problems, another chat template, another model are another run.
+    let folder = short.parent().unwrap();
+    let refused = |file: &Path, from: &str, to: &str| {
+        let before = fs::read_to_string(file).unwrap();
+        assert!(before.contains(from), "{}", file.display());
+        fs::write(file, before.replace(from, to)).unwrap();
+        let output = resume(folder, &["grpo.steps=5"]).output().unwrap();
+        assert!(!output.status.success());
+        let said = text(&output);
+        assert!(
+            said.contains("train.jsonl: the problems have changed since the run began"),
+            "{said}"
+        );
+        fs::write(file, before).unwrap();
+    };
+    refused(&folder.join("train.jsonl"), "letter 3?", "letter three?");
+    refused(&folder.join("model/tokenizer_config.json"), "user", "system");
+    refused(
+        &folder.join("model/config.json"),
+        "\"rms_norm_eps\": 1e-06",
+        "\"rms_norm_eps\": 1e-05",
+    );
+    fs::rename(folder.join("train.jsonl"), folder.join("moved.jsonl")).unwrap();
+    let output = resume(folder, &["grpo.steps=5"]).output().unwrap();
+    let said = text(&output);
     assert!(
-        text(&output).contains("is not the one that this run was made with"),
-        "{}",
-        text(&output)
+        !output.status.success() && said.contains("train.jsonl: No such file"),
+        "{said}"
     );
 }
 

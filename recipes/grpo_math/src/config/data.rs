@@ -40,14 +40,6 @@ pub enum Verifier {
 }
 
 impl DataConfig {
-    /// The files that decide which tokens a run is trained on.
-    pub(super) fn files(&self) -> impl Iterator<Item = PathBuf> {
-        let tokenizer = self.model.join("tokenizer.json");
-        [Some(self.train.clone()), self.held_out.clone(), Some(tokenizer)]
-            .into_iter()
-            .flatten()
-    }
-
     /// `None` when neither a model nor data is given.
     pub(super) fn read(layers: &Layers) -> Result<Option<Self>> {
         let path = |key| {

@@ -3,6 +3,7 @@
 //! [`Layers`] lays a file and `--set` over the shipped defaults; [`Config::read`] turns the result into typed settings
 //! and refuses what cannot be, by key, value and what was expected.
 mod data;
+mod fingerprint;
 mod keys;
 mod layers;
 mod learner;
@@ -14,6 +15,7 @@ mod suggest;
 mod task;
 
 pub use data::{DataConfig, QUESTION, Verifier};
+pub use fingerprint::Fingerprint;
 pub use keys::{Diverged, step_error};
 pub use layers::{DEFAULTS, Layers};
 pub use learner::LearnerConfig;
@@ -123,7 +125,7 @@ impl Config {
             None => problem_counts::fit(layers, &mixture, run.seed)?,
         };
         let layers = &*layers;
-        let fingerprint = fingerprint(layers, data.as_ref());
+        let fingerprint = fingerprint(layers);
         let config = Self {
             run,
             task: TaskConfig::read(layers)?,
@@ -175,16 +177,11 @@ impl Config {
     }
 }
 
-/// FNV-1a over the settings that fix a run's course, and over the files that they name. Against mistakes, not against
-/// malice.
-fn fingerprint(layers: &Layers, data: Option<&DataConfig>) -> String {
-    let mut hash: u64 = 0xcbf2_9ce4_8422_2325;
-    let mut add = |bytes: &[u8]| {
-        for byte in bytes {
-            hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
-        }
-    };
-    // The folder may be moved or renamed, and so may files: what is in them counts.
+/// FNV-1a over the settings that fix a run's course. Against mistakes, not against malice. What is in the files that they
+/// name counts too, but in [`Problems::fingerprint`](crate::problems::Problems::fingerprint).
+fn fingerprint(layers: &Layers) -> String {
+    let mut hash = Fingerprint::default();
+    // Folders and files may be moved or renamed.
     let paths = [
         "run.name",
         "run.directory",
@@ -194,13 +191,9 @@ fn fingerprint(layers: &Layers, data: Option<&DataConfig>) -> String {
     ];
     let ignored = |key: &str| RESUMABLE.contains(&key) || paths.contains(&key);
     for (key, value) in layers.values().filter(|(key, _)| !ignored(key)) {
-        add(format!("{key}={value}\n").as_bytes());
+        hash.add(format!("{key}={value}\n").as_bytes());
     }
-    for path in data.iter().flat_map(|data| data.files()) {
-        // One that cannot be read is complained about where it is needed.
-        add(&std::fs::read(path).unwrap_or_default());
-    }
-    format!("{hash:016x}")
+    hash.to_string()
 }
 
 #[cfg(test)]

@@ -28,8 +28,21 @@ struct Parts {
     tokenizer: TextTokenizer,
     chat_template: Option<ChatTemplate>,
     template: String,
+    /// The prompt ends within the model's thoughts: an answer comes after them.
+    opens_thinking: bool,
     verifier: Verifier,
     eos_token_ids: Vec<u32>,
+}
+
+impl Parts {
+    /// A question in the prompt's template, and that in the chat template.
+    fn rendered(&self, question: &str) -> Result<String> {
+        let text = self.template.replace(QUESTION, question);
+        Ok(match &self.chat_template {
+            Some(template) => template.render(&[ChatMessage::new("user", text)], true, &BTreeMap::new())?,
+            None => text,
+        })
+    }
 }
 
 impl TextLanguage {
@@ -40,6 +53,13 @@ impl TextLanguage {
     /// token ends a text.
     pub fn open(data: &DataConfig) -> Result<Self> {
         let folder = ModelFolder::open(&data.model)?;
+        if folder.quantization_config().is_some() {
+            bail!(
+                "{}: the weights are quantized (quantization_config in config.json), and a master weight is needed for \
+                 training: take the model that they were made of, or `nvfp4_convert dequantize` first",
+                data.model.display()
+            );
+        }
         let tokenizer = TextTokenizer::open(&data.model)?;
         let chat_template = match data.chat_template.then(|| ChatTemplate::open(&data.model)) {
             None | Some(Err(TextError::NoChatTemplate { .. })) => None,
@@ -57,14 +77,18 @@ impl TextLanguage {
         if eos_token_ids.is_empty() {
             bail!("{name}: no eos_token_id in generation_config.json or config.json: no answer would ever end");
         }
-        Ok(Self(Arc::new(Parts {
+        let mut parts = Parts {
             folder,
             tokenizer,
             chat_template,
             template: data.prompt.clone(),
+            opens_thinking: false,
             verifier: data.verifier,
             eos_token_ids,
-        })))
+        };
+        let rendered = parts.rendered("?")?;
+        parts.opens_thinking = rendered.rfind("<think>") > rendered.rfind("</think>");
+        Ok(Self(Arc::new(parts)))
     }
 
     /// The model's folder.
@@ -87,12 +111,15 @@ impl TextLanguage {
 
     /// A question in the prompt's template, as a chat where the model has one.
     pub fn prompt(&self, question: &str) -> Result<Vec<u32>> {
-        let text = self.0.template.replace(QUESTION, question);
-        let Some(template) = &self.0.chat_template else {
-            return Ok(self.0.tokenizer.encode(&text)?);
+        let text = self.0.rendered(question)?;
+        let ids = match self.0.chat_template {
+            Some(_) => self.0.tokenizer.encode_rendered(&text)?,
+            None => self.0.tokenizer.encode(&text)?,
         };
-        let rendered = template.render(&[ChatMessage::new("user", text)], true, &BTreeMap::new())?;
-        Ok(self.0.tokenizer.encode_rendered(&rendered)?)
+        if ids.is_empty() {
+            bail!("{}: a prompt without a token: {text:?}", self.0.folder.path().display());
+        }
+        Ok(ids)
     }
 
     /// A bare answer and the end.
@@ -104,7 +131,10 @@ impl TextLanguage {
 
     /// 1 when the text of a completion gives the right answer. A completion that was cut off is judged like any other.
     pub fn reward(&self, answer: &str, completion: &[u32]) -> Result<f32> {
-        let text = self.0.tokenizer.decode(completion)?;
+        let mut text = self.0.tokenizer.decode(completion)?;
+        if self.0.opens_thinking {
+            text.insert_str(0, "<think>");
+        }
         Ok(match self.0.verifier {
             Verifier::Math => math_reward(&text, answer),
             Verifier::Exact => exact_reward(&text, answer),

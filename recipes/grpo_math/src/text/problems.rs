@@ -48,8 +48,7 @@ impl TextProblems {
                 training.split_off(rest)
             }
         };
-        held_out.truncate(most_held_out);
-
+        // None of them, also where not all are evaluated on.
         let asked: BTreeSet<&str> = held_out.iter().map(|problem| problem.prompt.trim()).collect();
         let before = training.len();
         training.retain(|problem| !asked.contains(problem.prompt.trim()));
@@ -58,6 +57,15 @@ impl TextProblems {
             notes.push(format!(
                 "{count} training problems are left out: they are among the held-out ones"
             ));
+        }
+
+        if held_out.len() > most_held_out {
+            notes.push(format!(
+                "the first {} of {} held-out problems are evaluated on; more: --set eval.problems=N",
+                thousands(most_held_out),
+                thousands(held_out.len())
+            ));
+            held_out.truncate(most_held_out);
         }
 
         let mut longest_prompt = 0;
