@@ -9,7 +9,7 @@ use burn_nvfp4::{
     Nvfp4, Outcome, OuterScaleConvention, Precision, Rac,
     checkpoint::{CheckpointFormat, Nvfp4Folder},
     packed_weight,
-    safetensors_file::{Dtype, SafetensorsFile},
+    safetensors_file::{Dtype, SafetensorsFile, SafetensorsWriter, TensorSpec},
 };
 use burn_quads::{
     checkpoint::{FolderFormat, ModelFolder, PackedFormat, save_packed_folder},
@@ -326,4 +326,67 @@ fn folders_that_do_not_fit_are_refused() {
     let folder = ModelFolder::open(packed("modelopt/w4a4")).unwrap();
     let error = folder.load::<B>(&Default::default(), |_| {}).unwrap_err().to_string();
     assert!(error.contains("load them with `load_packed`"), "{error}");
+}
+
+/// The folder of a tool with these modules dense.
+fn with_dense(name: &str, modules: &[&str]) -> PathBuf {
+    let path = scratch(name);
+    fs::create_dir_all(&path).unwrap();
+    let from = Nvfp4Folder::open(&packed("compressed_tensors/w4a16")).unwrap().unwrap();
+    fs::copy(from.path().join("config.json"), path.join("config.json")).unwrap();
+    let mut tensors = vec![];
+    for tensor in from.files().tensors() {
+        let module = from.module_of(tensor.name()).filter(|module| modules.contains(module));
+        let spec = |name: String, dtype, shape: &[usize]| TensorSpec {
+            name,
+            dtype,
+            shape: shape.to_vec(),
+        };
+        match module {
+            None => tensors.push((
+                spec(tensor.name().into(), tensor.dtype(), tensor.shape()),
+                tensor.bytes.to_vec(),
+            )),
+            Some(module) if tensor.dtype() == Dtype::U8 => {
+                let layer = from.layer(module).unwrap().unwrap();
+                let bytes = layer.dequantize().into_iter().flat_map(f32::to_le_bytes).collect();
+                let shape = [layer.weight.rows, layer.weight.k];
+                tensors.push((spec(format!("{module}.weight"), Dtype::F32, &shape), bytes));
+            }
+            Some(_) => {}
+        }
+    }
+    let specs = tensors.iter().map(|(spec, _)| spec.clone()).collect();
+    let mut writer = SafetensorsWriter::create(&path.join("model.safetensors"), specs, BTreeMap::new()).unwrap();
+    for (spec, bytes) in &tensors {
+        writer.write(&spec.name, bytes).unwrap();
+    }
+    writer.finish().unwrap();
+    path
+}
+
+#[test]
+fn what_one_weight_or_one_product_serves_is_packed_together_or_not_at_all() {
+    let reference = SafetensorsFile::open(&packed("compressed_tensors/w4a16").join("reference.safetensors")).unwrap();
+    let expected = reference.tensor("weight_only.logits").unwrap().to_f32().unwrap();
+    let qkv = ["q_proj", "k_proj", "v_proj"].map(|name| format!("model.layers.0.self_attn.{name}"));
+    let qkv: Vec<&str> = qkv.iter().map(String::as_str).collect();
+    // Decoded, so the same values.
+    let model = load(&with_dense("dense_qkv", &qkv), &Precision::W4A16);
+    assert!(largest_difference(&logits(&model, &reference), &expected) <= 1e-4);
+
+    for (modules, problem) in [
+        (
+            &qkv[..1],
+            "mixed: model.layers.0.self_attn.k_proj is packed and model.layers.0.self_attn.q_proj is not",
+        ),
+        (
+            &["model.layers.1.mlp.experts.3.up_proj"],
+            "mixed: model.layers.1.mlp.experts.0.gate_proj.weight is packed and \
+             model.layers.1.mlp.experts.3.up_proj.weight is not, but they are one weight",
+        ),
+    ] {
+        let error = refused(&with_dense("mixed", modules), &Precision::W4A16);
+        assert!(error.contains(problem), "{error}");
+    }
 }

@@ -8,7 +8,7 @@
 //! - [`output_folder`]: where results are written aside, resumed, and get their name when they are whole;
 //! - [`shards`]: what every writing command does, given what becomes of each tensor;
 //! - [`elements`]: tensors of F32, BF16 and F16, in parts;
-//! - [`quantize`], [`dequantize`], [`convert`]: what becomes of each tensor;
+//! - [`roles`], [`matrix`], [`quantize`]: which tensors get packed, and how; [`dequantize`], [`convert`];
 //! - [`prompts`], [`calibrate`]: the activation scales of W4A4, from given text;
 //! - [`inspect`], [`verify`], [`logits_gap`]: what a checkpoint holds, and how far it is from its original;
 //! - [`table`]: how they are laid out.
@@ -21,9 +21,11 @@ pub mod dequantize;
 pub mod elements;
 pub mod inspect;
 pub mod logits_gap;
+pub mod matrix;
 pub mod output_folder;
 pub mod prompts;
 pub mod quantize;
+pub mod roles;
 pub mod shards;
 pub mod source;
 pub mod table;

@@ -4,15 +4,16 @@ use burn_nvfp4::{
     checkpoint::{CheckpointFormat, CheckpointLayer, LayerName, QuantizationScheme},
     safetensors_file::{Dtype, FileTensor, SafetensorsWriter, TensorSpec},
 };
-use kernels_cubecl::{BLOCK, Nvfp4Weight, OuterScale, ParameterType, WeightLayout, WeightRecipe, host};
-use rayon::prelude::*;
+use kernels_cubecl::{BLOCK, OuterScale, ParameterType, WeightRecipe};
 use std::{
     cell::RefCell,
     collections::{BTreeMap, BTreeSet, HashMap},
 };
 
 use crate::{
-    elements::{amax, decode, is_float},
+    elements::amax,
+    matrix::Matrix,
+    roles::{Role, contains, expert_modules, role},
     shards::Conversion,
     source::Source,
 };
@@ -67,19 +68,6 @@ pub struct Quantize<'a> {
     amax: RefCell<HashMap<String, f32>>,
 }
 
-/// What a tensor is to quantization.
-enum Role {
-    /// It stays.
-    Dense,
-    /// One layer.
-    Layer(LayerName),
-    /// All experts of a block, `[experts, d_out, d_in]`; for each, the layers that lie one after the other along `d_out`.
-    Experts {
-        path: String,
-        projections: &'static [&'static str],
-    },
-}
-
 impl<'a> Quantize<'a> {
     /// `exclude` are paths of modules that stay dense, with all they contain.
     ///
@@ -117,8 +105,7 @@ impl<'a> Quantize<'a> {
             Role::Layer(layer) if self.is_excluded(&layer.module()) => Role::Dense,
             Role::Experts { path, projections } => {
                 let excluded = |projection: &&str| self.is_excluded(&format!("{path}.{projection}"));
-                let fused = tensor.name();
-                match self.is_excluded(fused) || projections.iter().any(excluded) {
+                match projections.iter().any(excluded) {
                     true => Role::Dense,
                     false => Role::Experts { path, projections },
                 }
@@ -155,6 +142,7 @@ impl<'a> Quantize<'a> {
                 bail!("--exclude {path}: the model has no such module with layers to quantize");
             }
         }
+        self.check_experts(&layers)?;
         for layer in &layers {
             let dense = layer
                 .sharing()
@@ -169,6 +157,20 @@ impl<'a> Quantize<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Engines keep all experts of a block in one weight.
+    fn check_experts(&self, layers: &[LayerName]) -> Result<()> {
+        let mut blocks: BTreeMap<&str, [bool; 2]> = BTreeMap::new();
+        for layer in layers {
+            if let Some((path, _)) = layer.expert() {
+                blocks.entry(path).or_default()[usize::from(self.is_excluded(&layer.module()))] = true;
+            }
+        }
+        match blocks.into_iter().find(|(_, seen)| *seen == [true; 2]) {
+            Some((path, _)) => bail!("--exclude: the experts of {path} stay dense together or not at all"),
+            None => Ok(()),
+        }
     }
 
     /// The largest magnitude that a layer's outer scale covers.
@@ -290,47 +292,6 @@ impl Conversion for Quantize<'_> {
     }
 }
 
-/// Whether a module is the one at `path` or inside it.
-fn contains(path: &str, module: &str) -> bool {
-    let rest = module.strip_prefix(path);
-    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
-}
-
-fn role(tensor: &FileTensor<'_>) -> Role {
-    let (name, rank) = (tensor.name(), tensor.shape().len());
-    if !is_float(tensor.dtype()) {
-        return Role::Dense;
-    }
-    if let Some(layer) = name
-        .strip_suffix(".weight")
-        .filter(|_| rank == 2)
-        .and_then(LayerName::parse)
-    {
-        return Role::Layer(layer);
-    }
-    // Transformers' fused names: no `.weight`.
-    let experts = [
-        ("gate_up_proj", &["gate_proj", "up_proj"][..]),
-        ("down_proj", &["down_proj"]),
-    ];
-    for (fused, projections) in experts {
-        let path = name.strip_suffix(fused).and_then(|path| path.strip_suffix('.'));
-        if let Some(path) = path.filter(|path| rank == 3 && path.ends_with(".experts")) {
-            return Role::Experts {
-                path: path.to_string(),
-                projections,
-            };
-        }
-    }
-    Role::Dense
-}
-
-fn expert_modules<'a>(path: &'a str, expert: usize, projections: &'a [&str]) -> impl Iterator<Item = String> + 'a {
-    projections
-        .iter()
-        .map(move |projection| format!("{path}.{expert}.{projection}"))
-}
-
 fn copied(tensor: &FileTensor<'_>) -> TensorSpec {
     TensorSpec {
         name: tensor.name().into(),
@@ -346,89 +307,6 @@ fn check_d_in(tensor: &FileTensor<'_>, d_in: usize) -> Result<()> {
             let module = tensor.name().trim_end_matches(".weight");
             let problem = format!("d_in = {d_in} is not a multiple of {BLOCK}, the NVFP4 block; --exclude {module}?");
             Err(tensor.error(problem).into())
-        }
-    }
-}
-
-/// A dense weight `[rows, k]`, in the bytes of its file.
-struct Matrix<'a> {
-    dtype: Dtype,
-    bytes: &'a [u8],
-    rows: usize,
-    k: usize,
-}
-
-/// Values that are packed at a time: their f32 copy stays in a thread's cache.
-const PIECE: usize = 1 << 17;
-
-impl<'a> Matrix<'a> {
-    fn new(dtype: Dtype, bytes: &'a [u8], rows: usize, k: usize) -> Self {
-        Self { dtype, bytes, rows, k }
-    }
-
-    /// Packs it in pieces of whole rows, so that no f32 copy of the whole is made.
-    fn pack(&self, recipe: WeightRecipe, amax: f32) -> Result<Nvfp4Weight, kernels_cubecl::Error> {
-        let mut weight = Nvfp4Weight {
-            rows: self.rows,
-            k: self.k,
-            codes: vec![0; self.rows * self.k / 2],
-            block_scales: vec![0; self.rows * self.k / BLOCK],
-            outer_scale: recipe.outer_scale(amax),
-        };
-        if self.bytes.is_empty() {
-            return Ok(weight);
-        }
-        let piece = self.k * (PIECE / self.k).max(1);
-        let element = self.dtype.bitsize() / 8;
-        let codes = weight.codes.par_chunks_mut(piece / 2);
-        let pieces = self
-            .bytes
-            .par_chunks(piece * element)
-            .zip(codes)
-            .zip(weight.block_scales.par_chunks_mut(piece / BLOCK));
-        pieces.try_for_each_init(Vec::new, |values, ((bytes, codes), block_scales)| {
-            values.resize(bytes.len() / element, 0.0);
-            decode(self.dtype, bytes, values);
-            let rows = values.len() / self.k;
-            let packed = host::quantize_weight_by(recipe, values, rows, self.k, WeightLayout::RowMajor, Some(amax))?;
-            codes.copy_from_slice(&packed.codes);
-            block_scales.copy_from_slice(&packed.block_scales);
-            Ok(())
-        })?;
-        Ok(weight)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::{dequantize::dense_bytes, elements::encode};
-    use kernels_cubecl::{WeightView, amax};
-
-    #[test]
-    fn a_matrix_of_many_pieces_is_packed_and_decoded_as_one() {
-        // Pieces are of 431 rows, and the last one has fewer.
-        let (rows, k) = (1000, 304);
-        let value = |i: usize| ((i * 7919 % 2003) as f32 - 1001.0) * 2f32.powi((i * 31 % 7) as i32 - 12);
-        let values: Vec<f32> = (0..rows * k).map(value).collect();
-        for dtype in [Dtype::F32, Dtype::BF16, Dtype::F16] {
-            let mut bytes = vec![0; values.len() * dtype.bitsize() / 8];
-            encode(dtype, &values, &mut bytes);
-            let mut stored = vec![0.0; values.len()];
-            decode(dtype, &bytes, &mut stored);
-            let amax = 1.5 * amax(&stored);
-            for recipe in [Recipe::Te, Recipe::Modelopt, Recipe::CompressedTensors] {
-                let recipe = recipe.of(dtype);
-                let packed = Matrix::new(dtype, &bytes, rows, k).pack(recipe, amax).unwrap();
-                let layout = WeightLayout::RowMajor;
-                let whole = host::quantize_weight_by(recipe, &stored, rows, k, layout, Some(amax)).unwrap();
-                assert!(packed == whole, "{dtype} {recipe:?}");
-                let mut decoded = vec![0.0; values.len()];
-                host::dequantize_weight(WeightView::Nvfp4(whole.view()), layout, &mut decoded).unwrap();
-                let mut expected = vec![0; bytes.len()];
-                encode(dtype, &decoded, &mut expected);
-                assert!(dense_bytes(&packed.view(), dtype) == expected, "{dtype} {recipe:?}");
-            }
         }
     }
 }

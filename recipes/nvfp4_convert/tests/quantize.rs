@@ -159,6 +159,8 @@ fn excluded_modules_stay_dense_and_are_listed() {
             .to_string()
     };
     assert!(refused("model.layers.0.self_attn.q_proj").contains("q_proj, model.layers.0.self_attn.k_proj"));
+    let expected = "the experts of model.layers.1.mlp.experts stay dense together";
+    assert!(refused("model.layers.1.mlp.experts.3").contains(expected));
     assert!(refused("model.layers.0.self").contains("no such module"));
     assert!(refused("lm_head").contains("no such module"));
     assert!(!base.join("other.partial").exists());
