@@ -5,7 +5,7 @@
 //! with kernels of its own the operations.
 use burn_backend::{
     Backend, Shape, TensorMetadata, read_sync,
-    tensor::{FloatTensor, IntTensor},
+    tensor::{Device, FloatTensor, IntTensor},
 };
 use kernels_cubecl::{Activation, WeightLayout, host};
 
@@ -23,6 +23,12 @@ use crate::{
 pub trait Nvfp4Backend: Backend {
     /// Rows of packed weights are stored padded with zeros to a multiple of this many values.
     const ROW_STEP: usize = 1;
+
+    /// Whether [`fake_quantize_weight`](Nvfp4Backend::fake_quantize_weight) leaves weights on their device. May wait for the
+    /// device the first time it is asked.
+    fn packs_on_device(_device: &Device<Self>) -> bool {
+        false
+    }
 
     /// Lends the values of a float tensor, as f32 in row-major order.
     fn with_floats<R>(tensor: &FloatTensor<Self>, read: impl FnOnce(&[f32]) -> R) -> R {

@@ -32,6 +32,10 @@ where
 {
     const ROW_STEP: usize = device::K_STEP;
 
+    fn packs_on_device(device: &R::CubeDevice) -> bool {
+        divides_exactly::<R>(&R::client(device), device)
+    }
+
     fn pack_weight(
         weight: FloatTensor<Self>,
         format: WeightFormat,

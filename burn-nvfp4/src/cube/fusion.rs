@@ -3,7 +3,7 @@
 //! Shapes are checked here, before an operation is registered: a panic on the device's thread would come late and elsewhere.
 use burn_backend::{
     DType, Shape, TensorMetadata,
-    tensor::{FloatTensor, IntTensor},
+    tensor::{Device, FloatTensor, IntTensor},
 };
 use burn_fusion::{
     Client, Fusion, FusionBackend, FusionTensor, NoOp,
@@ -14,7 +14,7 @@ use core::{fmt, marker::PhantomData};
 use kernels_cubecl::Activation;
 
 use crate::{
-    Nvfp4Backend, PackError, PackedWeight, WeightFormat,
+    Nvfp4Backend, PackError, PackedWeight, WeightFormat, host_route,
     packed_weight::Frame,
     reference::{check_bias, check_grouped, check_linear, check_outer, weight_dims},
 };
@@ -122,6 +122,10 @@ fn registered<B: FusionBackend>(
 impl<B: FusionBackend + Nvfp4Backend> Nvfp4Backend for Fusion<B> {
     const ROW_STEP: usize = B::ROW_STEP;
 
+    fn packs_on_device(device: &Device<B>) -> bool {
+        B::packs_on_device(device)
+    }
+
     /// Runs the stream and waits: whether the weight can be packed is known then.
     fn pack_weight(
         weight: FloatTensor<Self>,
@@ -206,6 +210,10 @@ impl<B: FusionBackend + Nvfp4Backend> Nvfp4Backend for Fusion<B> {
         if actual != groups && format == WeightFormat::Nvfp4 {
             let expected = groups;
             fail(PackError::AmaxLength { expected, actual });
+        }
+        // Asked here: the stream's thread cannot wait for the device.
+        if format == WeightFormat::Nvfp4 && !B::packs_on_device(weight.client.device()) {
+            return host_route::fake_quantize_weight::<Self>(weight, format, amax);
         }
         let output = (shape.clone(), weight.dtype);
         let has_amax = amax.is_some();

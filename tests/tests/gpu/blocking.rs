@@ -1,7 +1,7 @@
 //! Forward passes enqueue work and return: they do so while the device is held by somebody else.
 use crate::support::{Stack, activations, counts, data, float, on, read, settings};
-use burn_nvfp4::{Activation, Nvfp4, Nvfp4Backend, Nvfp4Tensor, WeightFormat};
-use burn_quads::{backend::QuadsBackend, layer_backend::LayerBackend};
+use burn_nvfp4::{Nvfp4, Nvfp4Tensor, WeightFormat};
+use burn_quads::backend::QuadsBackend;
 use std::{
     sync::mpsc::{RecvTimeoutError, channel},
     thread,
@@ -82,5 +82,4 @@ pub fn nothing_waits_for_the_device<B: Stack>() {
         B::with_floats(&float::<B>(&data), |values| values.len())
     });
     assert!(!returned, "reading back must wait for the device");
-    let _ = (Activation::Full, <B as LayerBackend>::swiglu as usize);
 }

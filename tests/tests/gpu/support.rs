@@ -4,7 +4,7 @@ use burn::{
     tensor::{Int, Tensor, TensorData, TensorPrimitive, backend::Backend},
 };
 use burn_backend::tensor::{FloatTensor, IntTensor};
-use burn_cubecl::{BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement, cubecl::Runtime};
+use burn_cubecl::{BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement};
 use burn_fusion::{Fusion, FusionBackend, get_client};
 use burn_nvfp4::{
     Activation, Compensation, Granularity, Nvfp4, Nvfp4Backend, Nvfp4Tensor, PackedWeight, ResidualMask, WeightFormat,
