@@ -10,7 +10,6 @@ use burn::{
     tensor::{
         Bool, IndexingUpdateOp, Int, Tensor, TensorData,
         activation::{sigmoid, softmax},
-        backend::AutodiffBackend,
     },
 };
 
@@ -118,36 +117,61 @@ fn mask<B: Backend>(
     }
 }
 
-/// Runs [`causal_attention`] under autodiff, `A`, and takes its gradients.
-pub(super) fn causal_attention_backward<A: AutodiffBackend>(
-    input: AttentionInput<A::InnerBackend>,
-    grad: Tensor<A::InnerBackend, 3>,
-) -> AttentionGradients<A::InnerBackend> {
-    let leaf = |x| Tensor::<A, 3>::from_inner(x).require_grad();
-    let norm = |x| Tensor::<A, 1>::from_inner(x).require_grad();
-    let (query, key, value) = (leaf(input.query), leaf(input.key), leaf(input.value));
-    let norms = input.norms.map(|norms| HeadNorms {
-        query: norm(norms.query),
-        key: norm(norms.key),
-        epsilon: norms.epsilon,
-    });
-    let output = causal_attention(AttentionInput {
-        query: query.clone(),
-        key: key.clone(),
-        value: value.clone(),
-        norms: norms.clone(),
-        cos: Tensor::from_inner(input.cos),
-        sin: Tensor::from_inner(input.sin),
-        padding: input.padding.map(Tensor::from_inner),
-        heads: input.heads,
-    });
-    let grads = (output * Tensor::from_inner(grad)).sum().backward();
-    let reached = "every input of attention reaches its output";
+/// Gradients of [`causal_attention`]: the forward pass again, then back through it step by step. (Differentiating it with
+/// Autodiff would wait for a lock that the backward pass around it holds.)
+pub(super) fn causal_attention_backward<B: Backend>(
+    input: AttentionInput<B>,
+    grad: Tensor<B, 3>,
+) -> AttentionGradients<B> {
+    let [batch, seq, width] = input.query.dims();
+    let (heads, d) = (input.heads, width / input.heads);
+    let kv_heads = input.key.dims()[2] / d;
+    let group_rows = heads / kv_heads * seq;
+    let scale = (d as f32).powf(-0.5);
+    let rotation = Rotation::new(input.cos.clone(), input.sin.clone());
+    // The table's sine has the sign of its half: negated, it turns back.
+    let back = Rotation::new(input.cos, input.sin.neg());
+
+    let query = input.query.reshape([batch * seq * heads, d]);
+    let key = input.key.reshape([batch * seq * kv_heads, d]);
+    let (normed_query, normed_key) = norm_heads(query.clone(), key.clone(), input.norms.clone());
+    let rotated_query = rotation.apply(normed_query.reshape([batch, seq, heads, d])) * scale;
+    let rotated_key = rotation.apply(normed_key.reshape([batch, seq, kv_heads, d]));
+    let by_group = |x: Tensor<B, 4>| x.swap_dims(1, 2).reshape([batch, kv_heads, group_rows, d]);
+    let q = by_group(rotated_query);
+    let k = rotated_key.swap_dims(1, 2);
+    let v = input.value.reshape([batch, seq, kv_heads, d]).swap_dims(1, 2);
+    let mask = mask(batch, seq, input.padding, &v.device());
+    let masked = |scores: Tensor<B, 4>, value: f32| {
+        let scores = scores.reshape([batch, heads, seq, seq]);
+        scores.mask_fill(mask.clone().expand([batch, heads, seq, seq]), value)
+    };
+    let scores = masked(q.clone().matmul(k.clone().swap_dims(2, 3)), MASKED_SCORE);
+    let weights = softmax(scores, 3).reshape([batch, kv_heads, group_rows, seq]);
+
+    let grad = by_group(grad.reshape([batch, seq, heads, d]));
+    let d_value = weights.clone().swap_dims(2, 3).matmul(grad.clone());
+    let d_weights = grad.matmul(v.swap_dims(2, 3));
+    let along = (d_weights.clone() * weights.clone()).sum_dim(3);
+    let d_scores = masked(weights * (d_weights - along), 0.0).reshape([batch, kv_heads, group_rows, seq]);
+    let d_query = d_scores.clone().matmul(k).reshape([batch, heads, seq, d]);
+    let d_key = d_scores.swap_dims(2, 3).matmul(q);
+
+    let d_query = back.apply(d_query.swap_dims(1, 2) * scale).reshape([batch * seq * heads, d]);
+    let d_key = back.apply(d_key.swap_dims(1, 2)).reshape([batch * seq * kv_heads, d]);
+    let (d_query, d_key, norms) = match input.norms {
+        None => (d_query, d_key, None),
+        Some(norms) => {
+            let (d_query, d_query_norm) = rms_norm_backward(query, norms.query, norms.epsilon, d_query);
+            let (d_key, d_key_norm) = rms_norm_backward(key, norms.key, norms.epsilon, d_key);
+            (d_query, d_key, Some([d_query_norm, d_key_norm]))
+        }
+    };
     AttentionGradients {
-        query: query.grad(&grads).expect(reached),
-        key: key.grad(&grads).expect(reached),
-        value: value.grad(&grads).expect(reached),
-        norms: norms.map(|norms| [norms.query, norms.key].map(|norm| norm.grad(&grads).expect(reached))),
+        query: d_query.reshape([batch, seq, width]),
+        key: d_key.reshape([batch, seq, kv_heads * d]),
+        value: d_value.swap_dims(1, 2).reshape([batch, seq, kv_heads * d]),
+        norms,
     }
 }
 

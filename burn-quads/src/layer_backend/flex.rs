@@ -9,10 +9,7 @@ use crate::{
     },
     modules::attention::{CacheStep, LayerCache},
 };
-use burn::{
-    backend::Autodiff,
-    tensor::{DType, Shape, Tensor, TensorData, TensorPrimitive},
-};
+use burn::tensor::{DType, Shape, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexTensor};
 
 impl LayerBackend for Flex {
@@ -68,7 +65,7 @@ impl LayerBackend for Flex {
 
     fn causal_attention_backward(input: AttentionInput<Self>, grad: Tensor<Self, 3>) -> AttentionGradients<Self> {
         if input.query.dtype() != DType::F32 {
-            return composite::causal_attention_backward::<Autodiff<Self>>(input, grad);
+            return composite::causal_attention_backward(input, grad);
         }
         let (query, key) = (input.query.shape(), input.key.shape());
         let norm = input.norms.as_ref().map(|norms| norms.query.shape());

@@ -26,7 +26,6 @@ use crate::modules::{
     rotary::RotaryEmbedding,
 };
 use burn::{
-    backend::Autodiff,
     nn::RmsNorm,
     prelude::Backend,
     tensor::{Bool, Int, Tensor},
@@ -142,9 +141,9 @@ pub trait LayerBackend: Backend {
         composite::causal_attention(input)
     }
 
-    /// Gradients from that of [`Self::causal_attention`]'s result. The default runs the forward pass again, under `Autodiff`.
+    /// Gradients from that of [`Self::causal_attention`]'s result. The default runs the forward pass again.
     fn causal_attention_backward(input: AttentionInput<Self>, grad: Tensor<Self, 3>) -> AttentionGradients<Self> {
-        composite::causal_attention_backward::<Autodiff<Self>>(input, grad)
+        composite::causal_attention_backward(input, grad)
     }
 
     /// Norms and rotates `qkv`, writes keys and values to their places, copies prefixes, and gives each token's mixed

@@ -10,6 +10,10 @@ use burn_nvfp4::{
     Activation, Compensation, Granularity, Nvfp4, Nvfp4Backend, Nvfp4Tensor, PackedWeight, ResidualMask, WeightFormat,
 };
 use burn_quads::layer_backend::LayerBackend;
+use std::{
+    any::TypeId,
+    sync::{Mutex, PoisonError},
+};
 
 #[cfg(feature = "vulkan")]
 pub type PlainVulkan = CubeBackend<burn::backend::wgpu::WgpuRuntime, f32, i32, u8>;
@@ -28,6 +32,11 @@ pub trait Stack: Nvfp4Backend + LayerBackend {
 
 impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> Stack for CubeBackend<R, F, I, BT> {
     fn is_available() -> bool {
+        static FOUND: Mutex<Vec<(TypeId, bool)>> = Mutex::new(Vec::new());
+        let mut known = FOUND.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, found)) = known.iter().find(|(runtime, _)| *runtime == TypeId::of::<R>()) {
+            return *found;
+        }
         let name = std::any::type_name::<R>();
         let found = match name {
             #[cfg(feature = "vulkan")]
@@ -36,14 +45,16 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> Stack for 
             name if name.contains("Cuda") => kernels_cubecl::device::cuda(0).map(drop),
             name => panic!("tests of {name}"),
         };
-        match found {
+        let found = match found {
             Ok(()) => true,
             Err(error) if std::env::var("QUADS_REQUIRE_DEVICE").is_ok_and(|v| v == "1") => panic!("{error}"),
             Err(error) => {
                 eprintln!("SKIPPED, NOTHING WAS TESTED: {error}");
                 false
             }
-        }
+        };
+        known.push((TypeId::of::<R>(), found));
+        found
     }
     fn occupy_device(task: impl FnOnce() + Send) {
         R::client(&Default::default()).exclusive(task).unwrap();
