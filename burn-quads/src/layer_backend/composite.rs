@@ -157,7 +157,9 @@ pub(super) fn causal_attention_backward<B: Backend>(
     let d_query = d_scores.clone().matmul(k).reshape([batch, heads, seq, d]);
     let d_key = d_scores.swap_dims(2, 3).matmul(q);
 
-    let d_query = back.apply(d_query.swap_dims(1, 2) * scale).reshape([batch * seq * heads, d]);
+    let d_query = back
+        .apply(d_query.swap_dims(1, 2) * scale)
+        .reshape([batch * seq * heads, d]);
     let d_key = back.apply(d_key.swap_dims(1, 2)).reshape([batch * seq * kv_heads, d]);
     let (d_query, d_key, norms) = match input.norms {
         None => (d_query, d_key, None),

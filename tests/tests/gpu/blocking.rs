@@ -59,7 +59,10 @@ pub fn nothing_waits_for_the_device<B: Stack>() {
             format!("grouped linear, {setting}"),
             Box::new(move || B::packed_grouped_linear(x1.clone(), &packed_stack, group.clone())),
         );
-        add(format!("unpack, {setting}"), Box::new(move || B::unpack_weight(&weight)));
+        add(
+            format!("unpack, {setting}"),
+            Box::new(move || B::unpack_weight(&weight)),
+        );
         let x1 = x.clone();
         add(
             format!("activations, {setting}"),
