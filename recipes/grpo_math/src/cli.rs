@@ -61,7 +61,7 @@ pub struct RunArgs {
     /// Short for --set run.seed=N.
     #[arg(long, value_name = "N", conflicts_with = "resume")]
     pub seed: Option<u64>,
-    /// Short for --set run.device=DEVICE; this build has cpu.
+    /// Short for --set run.device=DEVICE: cpu, or what the build has a feature for (vulkan, cuda:0).
     #[arg(long, conflicts_with = "resume")]
     pub device: Option<String>,
     /// Short for --set rollout.precision=PRECISION: high, w4a16, w4a4, w4a4_rac or fp8.

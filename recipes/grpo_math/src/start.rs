@@ -3,6 +3,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use std::path::Path;
 
 use crate::{
+    backend,
     checkpoints::{Checkpoint, Checkpoints},
     config::Config,
     console,
@@ -41,7 +42,8 @@ pub struct Resumed {
 impl Start {
     /// A new run, in a folder of its own.
     pub fn new(config: Config) -> Result<Self> {
-        // Before there is a folder: settings that draw too few problems should leave nothing behind.
+        // Before there is a folder: a missing device, or settings that draw too few problems, should leave nothing behind.
+        backend::find_device()?;
         let problems = Problems::draw(&config)?;
         let folder = RunFolder::create(&config)?;
         Ok(Self {
@@ -60,6 +62,7 @@ impl Start {
     /// When another process works on the run, it has no whole checkpoint, its settings or the lines of `metrics.jsonl` are
     /// not those that the checkpoint belongs to, or it is asked for fewer steps than it has taken.
     pub fn resume(path: &Path, assignments: &[String]) -> Result<Self> {
+        backend::find_device()?;
         let (folder, config) = RunFolder::open(path, assignments)?;
         let lock = RunLock::take(&folder)?;
         let checkpoint = newest_checkpoint(&folder, &config)?;

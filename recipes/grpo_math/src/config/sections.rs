@@ -5,6 +5,7 @@ use burn_nvfp4::Precision;
 use burn_quads::grpo::{LrSchedule, OptimizerConfig};
 
 use super::{ConfigError, Layers, LearnerConfig, precision::read_precision};
+use crate::backend;
 
 type Result<T> = std::result::Result<T, ConfigError>;
 
@@ -33,8 +34,18 @@ impl RunConfig {
         if name.trim().is_empty() || name == "." || name == ".." || name.contains(forbidden) {
             return Err(layers.refuse("run.name", "a folder's name"));
         }
-        if layers.text("run.device") != "cpu" {
-            return Err(layers.refuse("run.device", "cpu: this build has no other device"));
+        let device = layers.text("run.device");
+        if device != backend::DEVICE {
+            let expected = backend::DEVICE;
+            return Err(layers.refuse(
+                "run.device",
+                match backend::feature_for(device) {
+                    Some(feature) => {
+                        format!("{expected}: this build has no other device; build with --features {feature} for that one")
+                    }
+                    None => format!("{expected}: this build has no other device"),
+                },
+            ));
         }
         Ok(Self {
             name,
