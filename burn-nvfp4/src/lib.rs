@@ -26,6 +26,9 @@
 //! - [`safetensors_file`]: checkpoint files of others, read without trust and written as a stream;
 //! - [`checkpoint`]: NVFP4 checkpoints in the formats of compressed-tensors and ModelOpt;
 //! - [`error`]: why something could not be packed.
+//!
+//! GPUs are features, off by default: `vulkan` for `Nvfp4<Vulkan>`, `cuda` for `Nvfp4<Cuda>`, `cubecl` for any
+//! `CubeBackend`. With one of them there is a module `cube`, which says what runs where.
 #![warn(missing_docs)]
 
 pub mod audit;

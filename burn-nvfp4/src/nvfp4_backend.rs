@@ -108,7 +108,8 @@ pub trait Nvfp4Backend: Backend {
     }
 
     /// One product a group: `x [tokens, d_in]` is sorted by group, `counts [groups]` says how many rows each has.
-    /// `[tokens, d_out]`; a group without rows costs nothing.
+    /// `[tokens, d_out]`; a group without rows costs nothing. Counts that stay on their device cannot be checked: rows past
+    /// their sum are undefined there.
     fn packed_grouped_linear(
         x: FloatTensor<Self>,
         weight: &PackedWeight<Self>,
@@ -136,7 +137,8 @@ pub trait Nvfp4Backend: Backend {
     ///
     /// # Panics
     ///
-    /// On the other [`PackError`]s.
+    /// On the other [`PackError`]s. Where the weight stays on its device, an `amax` below the weight's own cannot be
+    /// refused: the largest values saturate.
     fn fake_quantize_weight(
         weight: FloatTensor<Self>,
         format: WeightFormat,
