@@ -5,7 +5,7 @@
 //! cargo bench -p kernels-cubecl --features cuda --bench kernel_bench -- --peers peers.json --out DIRECTORY
 //! ```
 //!
-//! Prints a table; writes `kernels.json` and `roofline.svg` to the directory. Matmuls on GPUs without FP4 tensor cores are
+//! `--only` with one of quantization, decode, tiled, grouped, fp8 times that part. Prints a table; writes `kernels.json` and `roofline.svg` to the directory. Matmuls on GPUs without FP4 tensor cores are
 //! emulated: operands are decoded to 16 bits in registers.
 mod ceilings;
 mod report;
@@ -17,15 +17,16 @@ use report::Report;
 use std::path::PathBuf;
 
 fn main() {
-    let (mut out, mut peers) = (None, None);
+    let (mut out, mut peers, mut only) = (None, None, None);
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
             "--out" => out = arguments.next().map(PathBuf::from),
             "--peers" => peers = arguments.next().map(PathBuf::from),
+            "--only" => only = arguments.next(),
             // Cargo passes this to every benchmark.
             "--bench" => {}
-            other => panic!("unknown argument {other}; there are --out DIRECTORY and --peers FILE"),
+            other => panic!("unknown argument {other}; there are --out DIRECTORY, --peers FILE and --only PART"),
         }
     }
     let client = match device::cuda(0) {
@@ -39,11 +40,19 @@ fn main() {
     let timer = timing::Timer::new(&client);
     let ceilings = ceilings::measure(&timer);
     let mut report = Report::new(ceilings, peers);
-    workload::quantization(&timer, &mut report);
-    workload::decode(&timer, &mut report);
-    workload::tiled(&timer, &mut report);
-    workload::grouped(&timer, &mut report);
-    workload::fp8(&timer, &mut report);
+    let parts: [(&str, fn(&timing::Timer, &mut Report)); 5] = [
+        ("quantization", workload::quantization),
+        ("decode", workload::decode),
+        ("tiled", workload::tiled),
+        ("grouped", workload::grouped),
+        ("fp8", workload::fp8),
+    ];
+    for (_, part) in parts
+        .iter()
+        .filter(|(name, _)| only.as_ref().is_none_or(|only| only == name))
+    {
+        part(&timer, &mut report);
+    }
     report.print();
     if let Some(out) = out {
         report.write(&out);

@@ -11,7 +11,7 @@
 use super::format::scale_output;
 use super::grouping::{Groups, locate};
 use super::matrix::{PackedActivations, PackedWeight, array};
-use super::mma16::{UNDO, decode_scale, decode_word};
+use super::mma16::{UNDO, decode_scales, decode_word};
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -27,6 +27,8 @@ pub(crate) struct Plan {
     pub warps: (usize, usize),
     /// MMA tiles of a warp: 16 tokens by 8 rows.
     pub tiles: (usize, usize),
+    /// K steps in registers, on their way.
+    pub depth: usize,
     /// With a residual pass.
     pub residual: bool,
     /// Only in the steps that are flagged.
@@ -40,15 +42,20 @@ pub(crate) struct Plan {
 impl Plan {
     /// Launch table, by the tokens that a weight is multiplied with and the shared memory of a cube.
     pub(crate) fn new(tokens: usize, rows: usize, shared: usize, residual: bool) -> Self {
-        let shape = |warps, tiles| Self {
+        let shape = |warps, tiles, depth| Self {
             warps,
             tiles,
+            depth,
             residual,
             sparse: false,
             grouped: false,
             gathered: false,
         };
-        let table = [shape((2, 4), (4, 8)), shape((2, 4), (2, 4)), shape((2, 2), (1, 4))];
+        let table = [
+            shape((2, 4), (4, 8), 1),
+            shape((2, 4), (2, 4), 2),
+            shape((2, 2), (1, 4), 4),
+        ];
         let cubes = |plan: &Self| tokens.div_ceil(plan.tokens()) * rows.div_ceil(plan.rows());
         // The largest tile that fits and still makes a cube for most of a large device's multiprocessors.
         let fits = |plan: &&Self| plan.shared() <= shared && cubes(plan) >= 96;
@@ -219,12 +226,13 @@ fn multiply_tile<Y: Float>(
         w_rows[i] = u32::cast_from(expert * rows + row);
     }
 
-    let mut x_packed = Array::<Vector<u32, Const<4>>>::new(x_loads);
-    let mut x_words = Array::<u32>::new(x_loads);
-    let mut r_packed = Array::<Vector<u32, Const<4>>>::new(r_loads);
-    let mut r_words = Array::<u32>::new(r_loads);
-    let mut w_packed = Array::<Vector<u32, Const<4>>>::new(w_loads);
-    let mut w_words = Array::<u32>::new(w_loads);
+    let depth = comptime!(plan.depth);
+    let mut x_packed = Array::<Vector<u32, Const<4>>>::new(comptime!(x_loads * plan.depth));
+    let mut x_words = Array::<u32>::new(comptime!(x_loads * plan.depth));
+    let mut r_packed = Array::<Vector<u32, Const<4>>>::new(comptime!(r_loads * plan.depth));
+    let mut r_words = Array::<u32>::new(comptime!(r_loads * plan.depth));
+    let mut w_packed = Array::<Vector<u32, Const<4>>>::new(comptime!(w_loads * plan.depth));
+    let mut w_words = Array::<u32>::new(comptime!(w_loads * plan.depth));
     let mut shared = SharedMemory::<Vector<f16, Const<8>>>::new(comptime!(2 * plan.lines() * PITCH));
 
     let mut sums = Sequence::<Array<Vector<f32, Const<2>>>>::new();
@@ -236,151 +244,148 @@ fn multiply_tile<Y: Float>(
         sums.push(sum);
     }
 
-    fetch(
-        x_codes,
-        x_scales,
-        &x_rows,
-        0usize,
-        &mut x_packed,
-        &mut x_words,
-        0usize,
-        steps,
-        x_loads,
-    );
-    mask_outside(&x_inside, &mut x_words, x_loads);
-    fetch(
-        w_codes,
-        w_scales,
-        &w_rows,
-        0usize,
-        &mut w_packed,
-        &mut w_words,
-        0usize,
-        steps,
-        w_loads,
-    );
-    let mut now_active = 1u32;
-    if comptime!(plan.sparse) {
-        now_active = active[0];
-    }
-    if comptime!(plan.residual) {
-        if now_active != 0u32 {
-            fetch(
-                x_codes,
-                x_scales,
-                &x_rows,
-                sources,
-                &mut r_packed,
-                &mut r_words,
-                0usize,
-                steps,
-                x_loads,
-            );
-            mask_outside(&x_inside, &mut r_words, x_loads);
+    #[unroll]
+    for d in 0..depth {
+        fetch(
+            w_codes,
+            w_scales,
+            &w_rows,
+            0usize,
+            &mut w_packed,
+            &mut w_words,
+            d,
+            steps,
+            w_loads,
+            d,
+        );
+        fetch(
+            x_codes,
+            x_scales,
+            &x_rows,
+            0usize,
+            &mut x_packed,
+            &mut x_words,
+            d,
+            steps,
+            x_loads,
+            d,
+        );
+        mask_outside(&x_inside, &mut x_words, x_loads, d);
+        if comptime!(plan.residual) {
+            if is_active(active, d, steps, plan.sparse) {
+                fetch(
+                    x_codes,
+                    x_scales,
+                    &x_rows,
+                    sources,
+                    &mut r_packed,
+                    &mut r_words,
+                    d,
+                    steps,
+                    x_loads,
+                    d,
+                );
+                mask_outside(&x_inside, &mut r_words, x_loads, d);
+            }
         }
     }
-    let mut next_active = now_active;
-    // A turn multiplies `step - 1` from one buffer and puts `step` into the other, in turns of a quarter, since tensor
-    // cores work while the next quarter is decoded; then it fetches `step + 1`, with half of the products still to come.
-    for step in 0..steps + 1 {
-        let to = (step % 2) * comptime!(lines * PITCH);
-        let from = ((step + 1) % 2) * comptime!(lines * PITCH);
-        let w_to = to + comptime!((plan.lines() - plan.rows()) * PITCH);
-        let r_to = to + comptime!(plan.tokens() * PITCH);
-        let mut after_next = next_active;
+    // A step decodes what registers hold into one buffer and multiplies the step before from the other.
+    let turns = (steps + 1).div_ceil(depth);
+    for turn in 0..turns {
         #[unroll]
-        for quarter in 0..4usize {
-            if step > 0 {
-                multiply_quarter(&shared, &mut sums, from, now_active, &def, quarter, plan);
+        for d in 0..depth {
+            let step = turn * depth + d;
+            let to = (step % 2) * comptime!(lines * PITCH);
+            let from = ((step + 1) % 2) * comptime!(lines * PITCH);
+            if step < steps {
+                put(
+                    &mut shared,
+                    &x_packed,
+                    &x_words,
+                    to,
+                    half,
+                    comptime!(plan.tokens()),
+                    d,
+                    plan,
+                );
+                if comptime!(plan.residual) {
+                    if is_active(active, step, steps, plan.sparse) {
+                        let r_to = to + comptime!(plan.tokens() * PITCH);
+                        put(
+                            &mut shared,
+                            &r_packed,
+                            &r_words,
+                            r_to,
+                            half,
+                            comptime!(plan.tokens()),
+                            d,
+                            plan,
+                        );
+                    }
+                }
+                let w_to = to + comptime!((plan.lines() - plan.rows()) * PITCH);
+                put(
+                    &mut shared,
+                    &w_packed,
+                    &w_words,
+                    w_to,
+                    half,
+                    comptime!(plan.rows()),
+                    d,
+                    plan,
+                );
             }
-            if comptime!(quarter < 2) {
-                if step < steps {
-                    put(
-                        &mut shared,
-                        &w_packed,
-                        &w_words,
-                        w_to,
-                        half,
-                        quarter,
-                        comptime!(plan.rows()),
-                        plan,
-                    );
-                    put(
-                        &mut shared,
-                        &x_packed,
-                        &x_words,
-                        to,
-                        half,
-                        quarter,
-                        comptime!(plan.tokens()),
-                        plan,
-                    );
-                    if comptime!(plan.residual) {
-                        if next_active != 0u32 {
-                            put(
-                                &mut shared,
-                                &r_packed,
-                                &r_words,
-                                r_to,
-                                half,
-                                quarter,
-                                comptime!(plan.tokens()),
-                                plan,
-                            );
-                        }
+            let next = step + depth;
+            if next < steps {
+                fetch(
+                    w_codes,
+                    w_scales,
+                    &w_rows,
+                    0usize,
+                    &mut w_packed,
+                    &mut w_words,
+                    next,
+                    steps,
+                    w_loads,
+                    d,
+                );
+                fetch(
+                    x_codes,
+                    x_scales,
+                    &x_rows,
+                    0usize,
+                    &mut x_packed,
+                    &mut x_words,
+                    next,
+                    steps,
+                    x_loads,
+                    d,
+                );
+                mask_outside(&x_inside, &mut x_words, x_loads, d);
+                if comptime!(plan.residual) {
+                    if is_active(active, next, steps, plan.sparse) {
+                        fetch(
+                            x_codes,
+                            x_scales,
+                            &x_rows,
+                            sources,
+                            &mut r_packed,
+                            &mut r_words,
+                            next,
+                            steps,
+                            x_loads,
+                            d,
+                        );
+                        mask_outside(&x_inside, &mut r_words, x_loads, d);
                     }
                 }
             }
-            if comptime!(quarter == 1) {
-                if step + 1 < steps {
-                    fetch(
-                        w_codes,
-                        w_scales,
-                        &w_rows,
-                        0usize,
-                        &mut w_packed,
-                        &mut w_words,
-                        step + 1,
-                        steps,
-                        w_loads,
-                    );
-                    fetch(
-                        x_codes,
-                        x_scales,
-                        &x_rows,
-                        0usize,
-                        &mut x_packed,
-                        &mut x_words,
-                        step + 1,
-                        steps,
-                        x_loads,
-                    );
-                    mask_outside(&x_inside, &mut x_words, x_loads);
-                    if comptime!(plan.sparse) {
-                        after_next = active[step + 1];
-                    }
-                    if comptime!(plan.residual) {
-                        if after_next != 0u32 {
-                            fetch(
-                                x_codes,
-                                x_scales,
-                                &x_rows,
-                                sources,
-                                &mut r_packed,
-                                &mut r_words,
-                                step + 1,
-                                steps,
-                                x_loads,
-                            );
-                            mask_outside(&x_inside, &mut r_words, x_loads);
-                        }
-                    }
-                }
+            if step > 0 && step <= steps {
+                let active = is_active(active, step - 1, steps, plan.sparse);
+                multiply_step(&shared, &mut sums, from, active, &def, plan);
             }
+            sync_cube();
         }
-        now_active = next_active;
-        next_active = after_next;
-        sync_cube();
     }
 
     let lane = UNIT_POS_PLANE;
@@ -417,7 +422,17 @@ fn multiply_tile<Y: Float>(
     }
 }
 
-/// Loads 32 codes and their two scales for each of this unit's rows.
+/// Whether the residual has a value in a K step.
+#[cube]
+fn is_active(active: &Array<u32>, step: usize, steps: usize, #[comptime] sparse: bool) -> bool {
+    if comptime!(sparse) {
+        active[min(step, steps - 1)] != 0u32
+    } else {
+        true.runtime()
+    }
+}
+
+/// Loads 32 codes and their two scales for each of this unit's rows, for step `depth` of those in registers.
 #[cube]
 fn fetch(
     codes: &Array<Vector<u32, Const<4>>>,
@@ -429,25 +444,27 @@ fn fetch(
     step: usize,
     steps: usize,
     #[comptime] loads: usize,
+    #[comptime] depth: usize,
 ) {
     let half = UNIT_POS as usize % 2;
+    let step = min(step, steps - 1);
     #[unroll]
     for i in 0..loads {
         let row = rows[i] as usize + offset;
-        packed[i] = codes[(row * steps + step) * 2 + half];
-        words[i] = scales[row * steps + step] >> u32::cast_from(half * 16);
+        packed[comptime!(depth * loads + i)] = codes[(row * steps + step) * 2 + half];
+        words[comptime!(depth * loads + i)] = scales[row * steps + step] >> u32::cast_from(half * 16);
     }
 }
 
 #[cube]
-fn mask_outside(inside: &Array<u32>, words: &mut Array<u32>, #[comptime] loads: usize) {
+fn mask_outside(inside: &Array<u32>, words: &mut Array<u32>, #[comptime] loads: usize, #[comptime] depth: usize) {
     #[unroll]
     for i in 0..loads {
-        words[i] &= inside[i];
+        words[comptime!(depth * loads + i)] &= inside[i];
     }
 }
 
-/// Decodes half of each of this unit's pieces into shared memory: two words of eight codes.
+/// Decodes step `depth` of those in registers into shared memory.
 #[cube]
 fn put(
     shared: &mut SharedMemory<Vector<f16, Const<8>>>,
@@ -455,35 +472,36 @@ fn put(
     words: &Array<u32>,
     to: usize,
     half: usize,
-    #[comptime] part: usize,
     #[comptime] rows: usize,
+    #[comptime] depth: usize,
     #[comptime] plan: Plan,
 ) {
     let threads = comptime!(plan.threads());
+    let loads = comptime!(plan.loads(rows));
     #[unroll]
-    for i in 0..comptime!(plan.loads(rows)) {
+    for i in 0..loads {
         let line = (UNIT_POS as usize + comptime!(i * threads)) / 2;
         if comptime!((2 * rows) % threads == 0) || line < rows {
-            let codes = packed[i];
-            let scale = decode_scale(words[i], comptime!(part as u32));
+            let at = to + line * PITCH + half * 4;
+            let codes = packed[comptime!(depth * loads + i)];
+            let scales = decode_scales(words[comptime!(depth * loads + i)]);
             #[unroll]
-            for q in 0..2usize {
-                let at = to + line * PITCH + half * 4 + comptime!(2 * part + q);
-                shared[at] = Vector::<f16, Const<8>>::reinterpret(decode_word(codes[comptime!(2 * part + q)], scale));
+            for q in 0..4usize {
+                let decoded = decode_word(codes[q], scales, comptime!(q / 2));
+                shared[at + q] = Vector::<f16, Const<8>>::reinterpret(decoded);
             }
         }
     }
 }
 
-/// Multiplies 16 of a K step's 64 values from shared memory.
+/// Multiplies one K step from shared memory.
 #[cube]
-fn multiply_quarter(
+fn multiply_step(
     shared: &SharedMemory<Vector<f16, Const<8>>>,
     sums: &mut Sequence<Array<Vector<f32, Const<2>>>>,
     from: usize,
-    active: u32,
+    active: bool,
     def: &MmaDefinition<f16, f16, f32>,
-    #[comptime] quarter: usize,
     #[comptime] plan: Plan,
 ) {
     let lane = UNIT_POS_PLANE as usize;
@@ -491,26 +509,28 @@ fn multiply_quarter(
     let token0 = (warp / plan.warps.1) * comptime!(plan.tiles.0 * 16);
     let row0 = (warp % plan.warps.1) * comptime!(plan.tiles.1 * 8);
     let w_from = from + comptime!((plan.lines() - plan.rows()) * PITCH);
-    // One ldmatrix loads two fragments of weights: lanes 0..16 point at the first's rows, the others at the second's.
-    let mut right = Sequence::<Array<Vector<f16, Const<2>>>>::new();
+    // Two halves of 32; one ldmatrix loads a weight fragment for both steps of 16 in a half.
     #[unroll]
-    for j in 0..comptime!(plan.tiles.1 / 2) {
-        let line = row0 + comptime!(j * 16) + lane / 16 * 8 + lane % 8;
-        let at = w_from + line * PITCH + comptime!(2 * quarter) + lane / 8 % 2;
-        let line = shared.slice(at, at + 1);
-        right.push(def.load_matrix::<Vector<f16, Const<8>>, Const<2>>(&line, MatrixIdent::B, 4usize, false));
-    }
-    multiply_rows(shared, sums, &right, from, token0, lane, def, quarter, plan);
-    if comptime!(plan.residual) {
-        if active != 0u32 {
-            let from = from + comptime!(plan.tokens() * PITCH);
-            multiply_rows(shared, sums, &right, from, token0, lane, def, quarter, plan);
+    for half in 0..2usize {
+        let mut right = Sequence::<Array<Vector<f16, Const<2>>>>::new();
+        #[unroll]
+        for j in 0..plan.tiles.1 {
+            let at = w_from + (row0 + comptime!(j * 8) + lane % 8) * PITCH + comptime!(half * 4) + lane / 8;
+            let line = shared.slice(at, at + 1);
+            right.push(def.load_matrix::<Vector<f16, Const<8>>, Const<2>>(&line, MatrixIdent::B, 4usize, false));
+        }
+        multiply_half(shared, sums, &right, from, token0, lane, def, half, plan);
+        if comptime!(plan.residual) {
+            if active {
+                let from = from + comptime!(plan.tokens() * PITCH);
+                multiply_half(shared, sums, &right, from, token0, lane, def, half, plan);
+            }
         }
     }
 }
 
 #[cube]
-fn multiply_rows(
+fn multiply_half(
     shared: &SharedMemory<Vector<f16, Const<8>>>,
     sums: &mut Sequence<Array<Vector<f32, Const<2>>>>,
     right: &Sequence<Array<Vector<f16, Const<2>>>>,
@@ -518,22 +538,25 @@ fn multiply_rows(
     token0: usize,
     lane: usize,
     def: &MmaDefinition<f16, f16, f32>,
-    #[comptime] quarter: usize,
+    #[comptime] half: usize,
     #[comptime] plan: Plan,
 ) {
     #[unroll]
-    for i in 0..plan.tiles.0 {
-        let at = from + (token0 + comptime!(i * 16) + lane % 16) * PITCH + comptime!(2 * quarter) + lane / 16;
-        let line = shared.slice(at, at + 1);
-        let left = def.load_matrix::<Vector<f16, Const<8>>, Const<2>>(&line, MatrixIdent::A, 4usize, false);
+    for q in 0..2usize {
         #[unroll]
-        for j in 0..plan.tiles.1 {
-            let both = right.index(comptime!(j / 2));
-            let mut fragment = Array::<Vector<f16, Const<2>>>::new(2usize);
-            fragment[0] = both[comptime!(j % 2 * 2)];
-            fragment[1] = both[comptime!(j % 2 * 2 + 1)];
-            let sum = sums.index_mut(comptime!(i * plan.tiles.1 + j));
-            def.execute_inplace(&left, &fragment, sum);
+        for i in 0..plan.tiles.0 {
+            let at = from + (token0 + comptime!(i * 16) + lane % 16) * PITCH + comptime!(half * 4 + q * 2) + lane / 16;
+            let line = shared.slice(at, at + 1);
+            let left = def.load_matrix::<Vector<f16, Const<8>>, Const<2>>(&line, MatrixIdent::A, 4usize, false);
+            #[unroll]
+            for j in 0..plan.tiles.1 {
+                let both = right.index(j);
+                let mut fragment = Array::<Vector<f16, Const<2>>>::new(2usize);
+                fragment[0] = both[comptime!(q * 2)];
+                fragment[1] = both[comptime!(q * 2 + 1)];
+                let sum = sums.index_mut(comptime!(i * plan.tiles.1 + j));
+                def.execute_inplace(&left, &fragment, sum);
+            }
         }
     }
 }

@@ -5,6 +5,7 @@ use cubecl::cuda::{CudaDevice, CudaRuntime};
 use cubecl::prelude::*;
 #[cfg(feature = "vulkan")]
 use cubecl::wgpu::{GraphicsApi, Vulkan, WgpuDevice, WgpuRuntime};
+use std::sync::{Mutex, PoisonError};
 
 /// A client on the first Vulkan device: a discrete GPU before an integrated one before a software device.
 ///
@@ -49,6 +50,9 @@ pub fn cuda(index: usize) -> Result<ComputeClient<CudaRuntime>, Error> {
 
 /// Runs what panics where a driver is missing; none if it did.
 fn quietly<T>(f: impl FnOnce() -> T) -> Option<T> {
+    // The hook is the process's: one caller at a time, or the silent one stays.
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
     let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).ok();

@@ -5,18 +5,18 @@
 //! weight traffic. Up to four tokens share one tile with their residuals.
 //!
 //! A warp takes `groups` groups of 16 weight rows and walks over `k` in chunks of 256; the `splits` warps of a cube hold
-//! the same rows, take chunks in turn, and add up at the end. Lane `4g + t` holds 64 consecutive values of rows `g` and
-//! `g + 8`: two 16-byte loads of codes and one word of scales a row, straight from the packed layout. It holds the same
-//! piece of token `g` of every tile. (The tensor core does not care which `k` sits in which slot as long as both operands
-//! agree.) Nothing passes through shared memory, and there is no barrier before the end: what hides the latency of memory
-//! is that a warp's next chunk is on its way to registers while this one is multiplied.
+//! the same rows, take chunks in turn, and add up at the end. Of either half of a chunk, lane `4g + t` holds 32 consecutive
+//! values of rows `g` and `g + 8`: 16 bytes of codes, beside those of the next lane, and two scales, straight from the
+//! packed layout. It holds the same piece of token `g` of every tile. (The tensor core does not care which `k` sits in
+//! which slot as long as both operands agree.) Nothing passes through shared memory, and there is no barrier before the
+//! end: as soon as a half is used up, that of the warp's next chunk is on its way to the same registers.
 //!
 //! The order of a sum depends on `splits` and on `k` alone: a chunk after the other within a warp, first pass and residual
 //! apart, then `first + residual` of one warp after the other.
 use super::format::scale_output;
 use super::grouping::{Groups, locate};
 use super::matrix::{PackedActivations, PackedWeight, array};
-use super::mma16::{UNDO, decode_scale, decode_word};
+use super::mma16::{UNDO, decode_scales, decode_word};
 use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -31,8 +31,6 @@ pub(crate) struct Plan {
     pub groups: usize,
     /// Warps that share the chunks of `k`.
     pub splits: usize,
-    /// Chunks of weights in registers: 2, or 1 whose halves are refilled as soon as they are used up.
-    pub buffers: usize,
     /// Tiles of 8 tokens; 0 where up to four tokens share a tile with their residuals.
     pub tiles: usize,
     /// With a residual pass.
@@ -47,37 +45,29 @@ impl Plan {
     /// Launch table, measured on an H200. `splits` depends on the weight's shape alone, so that a row's bits do.
     pub(crate) fn new(tokens: usize, rows: usize, kp: usize, residual: bool, grouped: bool, gathered: bool) -> Self {
         let chunks = kp.div_ceil(CHUNK);
-        let splits = match rows {
-            0..4096 => (chunks / 2).clamp(4, 16),
-            4096..8192 => 16,
-            _ => 8,
-        };
+        let splits = if rows < 4096 { (chunks / 2).clamp(4, 16) } else { 8 };
         let splits = splits.min(chunks);
         let tiles = match (grouped, residual && tokens <= 4) {
             (true, _) => 1,
             (false, true) => 0,
-            // Registers: 16 warps of two tiles of both passes would not fit.
-            (false, false) if splits > 8 && residual => 1,
+            // Where cubes are few, two of them share a weight's rows sooner than one takes twice the operands.
+            (false, false) if rows < 8192 && residual => 1,
             (false, false) => tokens.div_ceil(8).min(2),
         };
         let mut plan = Self {
             groups: 1,
             splits,
-            buffers: 1,
             tiles,
             residual,
             grouped,
             gathered,
         };
-        plan.groups = match rows {
+        plan.groups = match (rows, plan.operands()) {
             _ if grouped => 4,
-            0..4096 => 1,
-            4096..8192 => 2,
-            _ => 4,
+            (0..4096, _) | (4096..8192, 1) => 1,
+            (_, 4) => 4,
+            _ => 2,
         };
-        if plan.groups == 4 && splits <= 8 && plan.operands() == 1 && chunks > splits && !grouped {
-            plan.buffers = 2;
-        }
         plan
     }
 
@@ -221,13 +211,33 @@ fn multiply_tile<Y: Float>(
         );
         w_rows[i] = u32::cast_from(expert * rows + row);
     }
-    let buffers = comptime!(plan.buffers);
     let w_lines = comptime!(2 * plan.groups);
-    let mut w = Array::<Vector<u32, Const<4>>>::new(comptime!(2 * plan.buffers * w_lines));
+    let mut w = Array::<Vector<u32, Const<4>>>::new(comptime!(2 * w_lines));
     let mut w_steps = Array::<u32>::new(comptime!(2 * w_lines));
-    fetch_codes(w_codes, &w_rows, &mut w, split, piece, kp, 0usize, 0usize, w_lines);
-    fetch_codes(w_codes, &w_rows, &mut w, split, piece, kp, 1usize, 0usize, w_lines);
-    fetch_scales(w_scales, &w_rows, &mut w_steps, split, piece, kp, 0usize, w_lines);
+    fetch(
+        w_codes,
+        w_scales,
+        &w_rows,
+        &mut w,
+        &mut w_steps,
+        split,
+        piece,
+        kp,
+        0usize,
+        w_lines,
+    );
+    fetch(
+        w_codes,
+        w_scales,
+        &w_rows,
+        &mut w,
+        &mut w_steps,
+        split,
+        piece,
+        kp,
+        1usize,
+        w_lines,
+    );
 
     let mut x_rows = Array::<u32>::new(operands);
     #[unroll]
@@ -245,11 +255,32 @@ fn multiply_tile<Y: Float>(
         }
         x_rows[b] = u32::cast_from(source + pass * sources as usize);
     }
-    let mut x = Array::<Vector<u32, Const<4>>>::new(comptime!(2 * plan.operands()));
-    let mut x_steps = Array::<u32>::new(comptime!(2 * plan.operands()));
-    fetch_codes(x_codes, &x_rows, &mut x, split, piece, kp, 0usize, 0usize, operands);
-    fetch_codes(x_codes, &x_rows, &mut x, split, piece, kp, 1usize, 0usize, operands);
-    fetch_scales(x_scales, &x_rows, &mut x_steps, split, piece, kp, 0usize, operands);
+    let mut x = Array::<Vector<u32, Const<4>>>::new(comptime!(2 * operands));
+    let mut x_steps = Array::<u32>::new(comptime!(2 * operands));
+    fetch(
+        x_codes,
+        x_scales,
+        &x_rows,
+        &mut x,
+        &mut x_steps,
+        split,
+        piece,
+        kp,
+        0usize,
+        operands,
+    );
+    fetch(
+        x_codes,
+        x_scales,
+        &x_rows,
+        &mut x,
+        &mut x_steps,
+        split,
+        piece,
+        kp,
+        1usize,
+        operands,
+    );
 
     // Scales of the outputs, for the end.
     let mut tile_units = SharedMemory::<f32>::new(comptime!(8 * plan.columns()));
@@ -272,96 +303,68 @@ fn multiply_tile<Y: Float>(
         sums.push(sum);
     }
 
-    // Two chunks a turn, so that the buffers' numbers are known to the compiler.
-    let turns = (chunks - split).div_ceil(2 * plan.splits);
-    for turn in 0..turns {
+    for chunk in range_stepped(split, chunks, plan.splits) {
+        let next = chunk + plan.splits;
         #[unroll]
-        for parity in 0..2usize {
-            let chunk = split + (2 * turn + parity) * plan.splits;
-            let next = chunk + plan.splits;
-            let other = comptime!((1 - parity) % buffers);
-            if chunk < chunks {
-                if next < chunks {
-                    fetch_scales(
-                        w_scales,
-                        &w_rows,
-                        &mut w_steps,
-                        next,
-                        piece,
-                        kp,
-                        comptime!(1 - parity),
-                        w_lines,
-                    );
-                    fetch_scales(
-                        x_scales,
-                        &x_rows,
-                        &mut x_steps,
-                        next,
-                        piece,
-                        kp,
-                        comptime!(1 - parity),
-                        operands,
-                    );
-                    if comptime!(buffers == 2) {
-                        fetch_codes(w_codes, &w_rows, &mut w, next, piece, kp, 0usize, other, w_lines);
-                        fetch_codes(w_codes, &w_rows, &mut w, next, piece, kp, 1usize, other, w_lines);
-                    }
-                }
-                #[unroll]
-                for half in 0..2usize {
-                    multiply_half(&w, &w_steps, &x, &x_steps, &mut sums, half, parity, plan);
-                    // This half of the words is used up.
-                    if next < chunks {
-                        fetch_codes(x_codes, &x_rows, &mut x, next, piece, kp, half, 0usize, operands);
-                        if comptime!(buffers == 1) {
-                            fetch_codes(w_codes, &w_rows, &mut w, next, piece, kp, half, 0usize, w_lines);
-                        }
-                    }
-                }
+        for half in 0..2usize {
+            multiply_half(&w, &w_steps, &x, &x_steps, &mut sums, half, plan);
+            // This half is used up.
+            if next < chunks {
+                fetch(
+                    x_codes,
+                    x_scales,
+                    &x_rows,
+                    &mut x,
+                    &mut x_steps,
+                    next,
+                    piece,
+                    kp,
+                    half,
+                    operands,
+                );
+                fetch(
+                    w_codes,
+                    w_scales,
+                    &w_rows,
+                    &mut w,
+                    &mut w_steps,
+                    next,
+                    piece,
+                    kp,
+                    half,
+                    w_lines,
+                );
             }
         }
     }
     store(&tile_units, outer, y, &sums, rows, first, last, plan);
 }
 
-/// Words `4 · half..` of every row's piece of a chunk, into a buffer. A piece past the end is read from inside the row;
-/// its scales are zero.
+/// This lane's 32 codes of one half of a chunk, and their two scales, of every row. A piece past the end is read from
+/// inside the row; its scales are zero.
 #[cube]
-fn fetch_codes(
+fn fetch(
     codes: &Array<Vector<u32, Const<4>>>,
+    scales: &Array<u32>,
     rows: &Array<u32>,
     to: &mut Array<Vector<u32, Const<4>>>,
+    steps: &mut Array<u32>,
     chunk: usize,
     piece: usize,
     kp: usize,
     #[comptime] half: usize,
-    #[comptime] buffer: usize,
     #[comptime] lines: usize,
 ) {
-    let vector = min(chunk * 8 + piece * 2, kp / 32 - 2) + half;
+    let vectors = kp / 32;
+    let vector = chunk * 8 + comptime!(4 * half) + piece;
+    let inside = select(vector < vectors, 0xffffu32, 0u32);
+    let vector = min(vector, vectors - 1);
+    let shift = u32::cast_from(vector % 2 * 16);
     #[unroll]
     for i in 0..lines {
-        to[comptime!((buffer * 2 + half) * lines + i)] = codes[rows[i] as usize * (kp / 32) + vector];
-    }
-}
-
-#[cube]
-fn fetch_scales(
-    scales: &Array<u32>,
-    rows: &Array<u32>,
-    to: &mut Array<u32>,
-    chunk: usize,
-    piece: usize,
-    kp: usize,
-    #[comptime] buffer: usize,
-    #[comptime] lines: usize,
-) {
-    let step = chunk * 4 + piece;
-    let inside = step < kp / 64;
-    let step = min(step, kp / 64 - 1);
-    #[unroll]
-    for i in 0..lines {
-        to[comptime!(buffer * lines + i)] = select(inside, scales[rows[i] as usize * (kp / 64) + step], 0u32);
+        let at = rows[i] as usize * vectors + vector;
+        to[comptime!(half * lines + i)] = codes[at];
+        steps[comptime!(half * lines + i)] = (scales[at / 2] >> shift) & inside;
     }
 }
 
@@ -374,34 +377,35 @@ fn multiply_half(
     x_steps: &Array<u32>,
     sums: &mut Sequence<Array<Vector<f32, Const<2>>>>,
     #[comptime] half: usize,
-    #[comptime] parity: usize,
     #[comptime] plan: Plan,
 ) {
     let def = MmaDefinition::<f16, f16, f32>::new(16usize, 8usize, 16usize);
     let operands = comptime!(plan.operands());
     let w_lines = comptime!(2 * plan.groups);
-    let buffer = comptime!(parity % plan.buffers);
+    let mut w_pairs = Array::<Vector<f16, Const<2>>>::new(w_lines);
+    #[unroll]
+    for i in 0..w_lines {
+        w_pairs[i] = decode_scales(w_steps[comptime!(half * w_lines + i)]);
+    }
+    let mut x_pairs = Array::<Vector<f16, Const<2>>>::new(operands);
+    #[unroll]
+    for b in 0..operands {
+        x_pairs[b] = decode_scales(x_steps[comptime!(half * operands + b)]);
+    }
     #[unroll]
     for j in 0..4usize {
-        let byte = comptime!(2 * half as u32 + j as u32 / 2);
         let mut tiles = Array::<Vector<u32, Const<4>>>::new(operands);
         #[unroll]
         for b in 0..operands {
             let words = x[comptime!(half * operands + b)];
-            tiles[b] = decode_word(words[j], decode_scale(x_steps[comptime!(parity * operands + b)], byte));
+            tiles[b] = decode_word(words[j], x_pairs[b], comptime!(j / 2));
         }
         #[unroll]
         for a in 0..plan.groups {
-            let words = w[comptime!((buffer * 2 + half) * w_lines + 2 * a)];
-            let upper = decode_word(
-                words[j],
-                decode_scale(w_steps[comptime!(parity * w_lines + 2 * a)], byte),
-            );
-            let words = w[comptime!((buffer * 2 + half) * w_lines + 2 * a + 1)];
-            let lower = decode_word(
-                words[j],
-                decode_scale(w_steps[comptime!(parity * w_lines + 2 * a + 1)], byte),
-            );
+            let words = w[comptime!(half * w_lines + 2 * a)];
+            let upper = decode_word(words[j], w_pairs[comptime!(2 * a)], comptime!(j / 2));
+            let words = w[comptime!(half * w_lines + 2 * a + 1)];
+            let lower = decode_word(words[j], w_pairs[comptime!(2 * a + 1)], comptime!(j / 2));
             #[unroll]
             for q in 0..2usize {
                 let mut left = Array::<Vector<f16, Const<2>>>::new(4usize);
