@@ -70,7 +70,7 @@ pub use client::vulkan;
 pub use dense_groups::{MatrixStack, grouped_matmul_dense, grouped_outer_product};
 pub use fp8::{Fp8Rows, matmul_fp8, pack_weight_fp8, quantize_fp8};
 pub use matrix::{Element, Error, Matrix, PackedActivations, PackedWeight};
-pub use pack::{Amax, divides_exactly, pack_weight};
+pub use pack::{Amax, Packer, divides_exactly, pack_weight};
 pub use quantize::{DeviceMask, Residual, quantize};
 pub use route::{MatmulOptions, Route, Routing, grouped_matmul, matmul};
 pub use values::{

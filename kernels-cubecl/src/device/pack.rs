@@ -2,7 +2,7 @@
 //! masters in any layout.
 //!
 //! TransformerEngine's recipe divides: `1/S` and `1/(sf · 1/S)`. Where a device's division is not correctly rounded
-//! ([`divides_exactly`] finds out), weights are packed on the host.
+//! ([`divides_exactly`] finds out), [`Packer`] packs on the host.
 use super::K_STEP;
 use super::format::{INFINITE, e2m1_encode, e4m3_decode, e4m3_encode};
 use super::matrix::{Error, PackedWeight, allocate, array, upload};
@@ -64,6 +64,64 @@ impl Amax {
     pub fn read_finite<R: Runtime>(&self, client: &ComputeClient<R>) -> Result<Vec<bool>, Error> {
         let worst = super::matrix::read::<R, u32>(client, &self.worst, self.experts, "amax of a weight")?;
         Ok(worst.into_iter().map(|bits| bits < INFINITE).collect())
+    }
+}
+
+/// Packs weights where the bits come out right: on the device if it divides exactly, else on the host.
+#[derive(Clone, Copy, Debug)]
+pub struct Packer {
+    on_device: bool,
+}
+
+impl Packer {
+    /// Tries the device's division, and logs if weights will be packed on the host. Waits for the device: once, when a
+    /// backend starts.
+    ///
+    /// # Errors
+    /// The device could not be read.
+    pub fn new<R: Runtime>(client: &ComputeClient<R>) -> Result<Self, Error> {
+        let on_device = divides_exactly(client)?;
+        if !on_device {
+            tracing::warn!("this device's division is not correctly rounded: weights are packed on the host");
+        }
+        Ok(Self { on_device })
+    }
+
+    /// One that packs on the host whatever the device can do.
+    pub fn on_host() -> Self {
+        Self { on_device: false }
+    }
+
+    /// [`pack_weight`], or the same bits from the host, which waits for the device.
+    ///
+    /// # Errors
+    /// As [`pack_weight`]; on the host a value that is not finite is refused, and the device could fail to be read.
+    pub fn pack<R: Runtime>(
+        self,
+        client: &ComputeClient<R>,
+        w: &Handle,
+        shape: [usize; 3],
+        layout: WeightLayout,
+        amax: &Amax,
+    ) -> Result<PackedWeight, Error> {
+        let [experts, rows, k] = shape;
+        if self.on_device || experts * rows * k == 0 {
+            return pack_weight(client, w, shape, layout, amax);
+        }
+        if amax.experts != experts {
+            return Err(Error::Mismatch {
+                what: "experts of an amax",
+                expected: experts,
+                actual: amax.experts,
+            });
+        }
+        let values = super::matrix::read::<R, f32>(client, w, experts * rows * k, "a weight")?;
+        let largest = super::matrix::read::<R, f32>(client, &amax.largest, experts, "amax of a weight")?;
+        let experts = values.chunks(rows * k).zip(largest);
+        let pack = |(w, amax): (&[f32], f32)| crate::host::quantize_weight(w, rows, k, layout, Some(amax));
+        let packed = experts.map(pack).collect::<Result<Vec<_>, _>>()?;
+        let views: Vec<_> = packed.iter().map(crate::Nvfp4Weight::view).collect();
+        PackedWeight::from_host(client, &views)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Packed weights equal TransformerEngine's golden cases and the host, bit for bit.
 use crate::{Client, Random, client, golden};
 use cubecl::prelude::*;
-use kernels_cubecl::device::{Amax, divides_exactly, pack_weight};
+use kernels_cubecl::device::{Amax, Packer, divides_exactly, pack_weight};
 use kernels_cubecl::{Nvfp4Weight, OuterScale, WeightLayout, amax, host};
 
 /// The device, if its division is correctly rounded: packing happens on the host otherwise.
@@ -103,5 +103,28 @@ fn a_group_shares_its_largest_value() {
         let packed = pack_weight(&client, handle, [1, rows, k], WeightLayout::RowMajor, &group).unwrap();
         let expected = host::quantize_weight(w, rows, k, WeightLayout::RowMajor, Some(largest)).unwrap();
         assert_eq!(packed.read_back(&client).unwrap(), [expected]);
+    }
+}
+
+/// The way that devices take whose division is not correctly rounded.
+#[test]
+fn packing_on_the_host_gives_the_same_bits() {
+    let Some(client) = client() else { return };
+    let [experts, rows, k] = [3, 20, 112];
+    let w = Random::new(21).weights(experts * rows, k);
+    let handle = client.create_from_slice(f32::as_bytes(&w));
+    let amax = Amax::new(&client, experts);
+    amax.include(&client, &handle, rows * k);
+    for layout in [WeightLayout::RowMajor, WeightLayout::Transposed] {
+        let expected: Vec<Nvfp4Weight> = w
+            .chunks(rows * k)
+            .map(|w| host::quantize_weight(w, rows, k, layout, None).unwrap())
+            .collect();
+        for packer in [Packer::new(&client).unwrap(), Packer::on_host()] {
+            let packed = packer
+                .pack(&client, &handle, [experts, rows, k], layout, &amax)
+                .unwrap();
+            assert_eq!(packed.read_back(&client).unwrap(), expected, "{packer:?}, {layout:?}");
+        }
     }
 }
