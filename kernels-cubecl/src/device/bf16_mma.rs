@@ -54,7 +54,7 @@ impl Plan {
         let table = [
             shape((2, 4), (4, 8), 1),
             shape((2, 4), (2, 4), 2),
-            shape((2, 2), (1, 4), 4),
+            shape((2, 2), (1, 4), 2),
         ];
         let cubes = |plan: &Self| tokens.div_ceil(plan.tokens()) * rows.div_ceil(plan.rows());
         // The largest tile that fits and still makes a cube for most of a large device's multiprocessors.
