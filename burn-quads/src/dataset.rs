@@ -6,11 +6,11 @@
 //! | `problem`, `solution` | MATH | in the last `\boxed{…}` |
 //! | `prompt`, `answer` | anyone's | as for `question` |
 use std::{
-    fs::File,
     io::{BufRead, BufReader},
     path::{Path, PathBuf},
 };
 
+use burn_nvfp4::safetensors_file::{SafetensorsError, regular_file, strict_json};
 use serde_json::{Map, Value};
 
 use crate::rewards::final_answer;
@@ -39,6 +39,9 @@ const ANSWERS: [&str; 2] = ["answer", "solution"];
 /// Why problems could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum DatasetError {
+    /// The file is absent, or no file.
+    #[error(transparent)]
+    File(#[from] SafetensorsError),
     /// The file system refused, or the file is not UTF-8.
     #[error("{}: {source}", .path.display())]
     Io {
@@ -79,7 +82,8 @@ pub fn load_problems(path: &Path, fields: &FieldNames) -> Result<Vec<TextProblem
         return Err(io(std::io::Error::other("not a regular file")));
     }
     let mut problems = vec![];
-    for (index, line) in BufReader::new(File::open(path).map_err(io)?).lines().enumerate() {
+    let (file, _) = regular_file::open(path)?;
+    for (index, line) in BufReader::new(file).lines().enumerate() {
         let line = line.map_err(io)?;
         if line.trim().is_empty() {
             continue;
@@ -98,7 +102,7 @@ pub fn load_problems(path: &Path, fields: &FieldNames) -> Result<Vec<TextProblem
 }
 
 fn text_problem(line: &str, fields: &FieldNames) -> Result<TextProblem, String> {
-    let value: Value = serde_json::from_str(line).map_err(|error| error.to_string())?;
+    let value = strict_json::parse(line.as_bytes())?;
     let object = value.as_object().ok_or("expected a JSON object")?;
     let (name, prompt) = field(object, fields.prompt.as_deref(), &PROMPTS)?;
     let Value::String(prompt) = prompt else {
@@ -217,6 +221,10 @@ mod tests {
             ("{", "EOF while parsing an object at line 1 column 1"),
             ("[1]", "expected a JSON object"),
             (
+                r#"{"question": "1?", "answer": "1", "answer": "2"}"#,
+                "\"answer\" occurs twice at line 1 column 43",
+            ),
+            (
                 r#"{"answer": "1"}"#,
                 "no field question or problem or prompt; it has answer",
             ),
@@ -250,6 +258,8 @@ mod tests {
         assert!(error.contains("UTF-8"), "{error}");
         let error = load("empty", b"\n \n", &FieldNames::default()).unwrap_err();
         assert_eq!(error, "FILE: no problems: expected one JSON object a line");
+        let error = load_problems(Path::new("/dev/zero"), &FieldNames::default()).unwrap_err();
+        assert_eq!(error.to_string(), "/dev/zero: is a device, expected a file");
         let deep = "[".repeat(100_000);
         assert!(
             load("deep", deep.as_bytes(), &FieldNames::default())

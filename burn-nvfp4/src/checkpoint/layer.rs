@@ -86,6 +86,9 @@ fn check_codes(tensor: &FileTensor<'_>) -> Result<(usize, usize), SafetensorsErr
         let shape = tensor.shape();
         return Err(tensor.error(format!("shape {shape:?}, expected codes [d_out, d_in/2]")));
     };
+    if d_out == 0 || bytes == 0 {
+        return Err(tensor.error(format!("shape {:?}, a weight without values", tensor.shape())));
+    }
     match bytes.checked_mul(2).filter(|d_in| d_in.is_multiple_of(BLOCK)) {
         Some(d_in) => Ok((d_out, d_in)),
         None => Err(tensor.error(format!(

@@ -1,7 +1,10 @@
 //! The template that turns a conversation into the text that a model was trained on.
 use super::{TextError, python_json};
 use burn_nvfp4::safetensors_file::{regular_file, strict_json};
-use minijinja::{Environment, Error, ErrorKind, Value, value::Kwargs};
+use minijinja::{
+    Environment, Error, ErrorKind, Value, filters,
+    value::{Kwargs, StringInput},
+};
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 use std::{
@@ -14,6 +17,10 @@ const CONFIG_FILE: &str = "tokenizer_config.json";
 /// Templates are pages of text; the configuration lists added tokens.
 const MAX_BYTES: u64 = 16 << 20;
 const NAME: &str = "chat";
+/// Steps of a rendering. A turn takes a hundred or so: what takes more has no end in sight.
+const FUEL: u64 = 1_000_000;
+/// Spaces by which a template may indent.
+const MAX_INDENT: usize = 64;
 
 /// One turn of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -38,6 +45,9 @@ impl ChatMessage {
 ///
 /// It sees what transformers shows it: `messages`, `add_generation_prompt`, the special tokens by name (`eos_token`, …),
 /// and further variables; Python's string methods, `raise_exception`, and a `tojson` that spells as Python does.
+///
+/// A template is a program of whoever made the folder. It reaches neither files nor network, and ends after a million
+/// steps; what it builds up in memory is not bounded.
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
@@ -119,18 +129,44 @@ fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
     environment.set_trim_blocks(true);
     environment.set_lstrip_blocks(true);
+    environment.set_fuel(Some(FUEL));
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });
+    environment.add_filter("indent", indent);
     environment.add_filter("tojson", |value: Value, options: Kwargs| -> Result<Value, Error> {
-        let indent = options.get::<Option<usize>>("indent")?;
+        let indent = bounded_indent(options.get("indent")?)?;
         options.assert_all_used()?;
         let json = python_json::dumps(&value, indent)
             .map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))?;
         Ok(Value::from_safe_string(json))
     });
     environment
+}
+
+/// Jinja's `indent`, of at most [`MAX_INDENT`] spaces.
+fn indent(
+    text: StringInput<'_>,
+    width: Option<usize>,
+    first: Option<bool>,
+    blank: Option<bool>,
+    options: Kwargs,
+) -> Result<Value, Error> {
+    bounded_indent(width)?;
+    bounded_indent(options.peek("width")?)?;
+    filters::indent(text, width, first, blank, options)
+}
+
+/// The library would make as many spaces as a template asks for.
+fn bounded_indent(width: Option<usize>) -> Result<Option<usize>, Error> {
+    match width.filter(|width| *width > MAX_INDENT) {
+        Some(width) => {
+            let problem = format!("an indent of {width}, at most {MAX_INDENT} are accepted here");
+            Err(Error::new(ErrorKind::InvalidOperation, problem))
+        }
+        None => Ok(width),
+    }
 }
 
 /// Message and line.
@@ -220,5 +256,22 @@ mod tests {
     fn a_template_without_end_ends() {
         let endless = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}";
         assert!(render(endless, json!({})).is_err());
+        let long = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}";
+        let error = render(long, json!({})).unwrap_err();
+        assert!(error.contains("ran out of fuel"), "{error}");
+    }
+
+    #[test]
+    fn an_indent_beyond_any_page_is_refused() {
+        for source in [
+            "{{ messages | tojson(indent=99999999999999) }}",
+            "{{ 'a\nb' | indent(99999999999999) }}",
+            "{{ 'a\nb' | indent(width=99999999999999) }}",
+        ] {
+            let error = render(source, json!({})).unwrap_err();
+            assert!(error.contains("an indent of 99999999999999, at most 64"), "{error}");
+        }
+        let text = render("{{ 'a\nb\n\nc' | indent(2) }}{{ 'a\nb' | indent(1, true) }}", json!({}));
+        assert_eq!(text.unwrap(), "a\n  b\n\n  c a\n b");
     }
 }
