@@ -222,7 +222,7 @@ mod tests {
             ("[1]", "expected a JSON object"),
             (
                 r#"{"question": "1?", "answer": "1", "answer": "2"}"#,
-                "\"answer\" occurs twice at line 1 column 43",
+                "\"answer\" occurs twice at line 1 column 48",
             ),
             (
                 r#"{"answer": "1"}"#,

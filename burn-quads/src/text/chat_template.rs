@@ -10,6 +10,7 @@ use serde_json::{Map, Value as Json};
 use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},
+    thread,
 };
 
 const JINJA_FILE: &str = "chat_template.jinja";
@@ -17,6 +18,10 @@ const CONFIG_FILE: &str = "tokenizer_config.json";
 /// Templates are pages of text; the configuration lists added tokens.
 const MAX_BYTES: u64 = 16 << 20;
 const NAME: &str = "chat";
+/// Ten times the largest template that is in use.
+const MAX_TEMPLATE_BYTES: usize = 256 << 10;
+/// Stack to compile a template with, for each of its bytes: the library descends once for each operator (`- - - 1`).
+const STACK_PER_BYTE: usize = 4 << 10;
 /// Steps of a rendering. A turn takes a hundred or so: what takes more has no end in sight.
 const FUEL: u64 = 1_000_000;
 /// Spaces by which a template may indent.
@@ -81,13 +86,10 @@ impl ChatTemplate {
             let source = template_in(&config).ok_or_else(|| TextError::NoChatTemplate { folder: folder.into() })?;
             (config_path, source)
         };
-        let mut environment = environment();
-        environment
-            .add_template_owned(NAME, source)
-            .map_err(|error| TextError::Template {
-                path: path.clone(),
-                problem: describe(&error),
-            })?;
+        let environment = compile(source).map_err(|problem| TextError::Template {
+            path: path.clone(),
+            problem,
+        })?;
         Ok(Self {
             environment,
             path,
@@ -122,6 +124,25 @@ impl ChatTemplate {
             problem: describe(&error),
         })
     }
+}
+
+/// Compiles a template on a stack that suffices for whatever is in it; a stack that overflows ends the process.
+fn compile(source: String) -> Result<Environment<'static>, String> {
+    if source.len() > MAX_TEMPLATE_BYTES {
+        let bytes = source.len();
+        return Err(format!(
+            "{bytes} bytes, more than the {MAX_TEMPLATE_BYTES} that are accepted here"
+        ));
+    }
+    let stack = (1 << 20) + STACK_PER_BYTE * source.len();
+    let compile = move || {
+        let mut environment = environment();
+        let added = environment.add_template_owned(NAME, source);
+        added.map_err(|error| describe(&error)).map(|()| environment)
+    };
+    let thread = thread::Builder::new().stack_size(stack).spawn(compile);
+    let compiled = thread.map_err(|error| error.to_string())?.join();
+    compiled.unwrap_or_else(|_| Err("the template's library cannot read it".into()))
 }
 
 /// As transformers sets Jinja up.
@@ -210,12 +231,8 @@ mod tests {
     use serde_json::json;
 
     fn render(source: &str, variables: Json) -> Result<String, String> {
-        let mut environment = environment();
-        environment
-            .add_template_owned(NAME, source.to_string())
-            .map_err(|error| describe(&error))?;
         let template = ChatTemplate {
-            environment,
+            environment: compile(source.to_string())?,
             path: "chat_template.jinja".into(),
             special_tokens: BTreeMap::from([("eos_token".into(), "</s>".into())]),
         };
@@ -259,6 +276,25 @@ mod tests {
         let long = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}";
         let error = render(long, json!({})).unwrap_err();
         assert!(error.contains("ran out of fuel"), "{error}");
+    }
+
+    #[test]
+    fn long_chains_of_operators_do_not_overflow_the_stack() {
+        for (head, link, tail) in [
+            ("", "- ", "1"),
+            ("", "not ", "1"),
+            ("1", "+1", ""),
+            ("1", "**1", ""),
+            ("x", ".a", ""),
+            ("x", "|trim", ""),
+            ("x", "[0]", ""),
+            ("1", " if 1 else 1", ""),
+        ] {
+            let times = (MAX_TEMPLATE_BYTES - 20) / link.len();
+            let _ = render(&format!("{{{{ {head}{}{tail} }}}}", link.repeat(times)), json!({}));
+        }
+        let error = render(&" ".repeat(MAX_TEMPLATE_BYTES + 1), json!({})).unwrap_err();
+        assert!(error.starts_with("262145 bytes, more than"), "{error}");
     }
 
     #[test]
