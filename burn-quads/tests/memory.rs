@@ -13,10 +13,7 @@ use burn_quads::{
 };
 use std::{
     alloc::{GlobalAlloc, Layout, System},
-    sync::{
-        Mutex,
-        atomic::{AtomicUsize, Ordering::Relaxed},
-    },
+    sync::atomic::{AtomicUsize, Ordering::Relaxed},
 };
 
 /// Remembers the largest block asked for, and how many bytes are alive.
@@ -41,12 +38,14 @@ unsafe impl GlobalAlloc for Watch {
 #[global_allocator]
 static WATCH: Watch = Watch;
 
-/// Held by the test that runs.
-static ALONE: Mutex<()> = Mutex::new(());
-
+/// One after the other in one thread: a thread frees what it keeps when it ends.
 #[test]
+fn nothing_more_is_allocated_than_has_to_be() {
+    packed_experts_have_no_dense_copy_during_a_call_or_after_it();
+    sampling_allocates_nothing_of_the_size_of_the_cache();
+}
+
 fn packed_experts_have_no_dense_copy_during_a_call_or_after_it() {
-    let _alone = ALONE.lock();
     let device = Default::default();
     let (experts, d_model, d_ff) = (8, 256, 128);
     let expert_bytes = 3 * d_model * d_ff * 4;
@@ -97,9 +96,7 @@ fn packed_experts_have_no_dense_copy_during_a_call_or_after_it() {
     }
 }
 
-#[test]
 fn sampling_allocates_nothing_of_the_size_of_the_cache() {
-    let _alone = ALONE.lock();
     let device = Default::default();
     let config = QuadsMoeConfig::new(32, 64, 2, 4, 2, 16, 4, 2, 64).with_precision(Precision::W4A4);
     let model = config.init_seeded::<Nvfp4<Flex>>(1, &device);

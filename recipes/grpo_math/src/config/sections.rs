@@ -41,7 +41,9 @@ impl RunConfig {
                 "run.device",
                 match backend::feature_for(device) {
                     Some(feature) => {
-                        format!("{expected}: this build has no other device; build with --features {feature} for that one")
+                        format!(
+                            "{expected}: this build has no other device; build with --features {feature} for that one"
+                        )
                     }
                     None => format!("{expected}: this build has no other device"),
                 },
