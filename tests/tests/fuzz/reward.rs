@@ -3,7 +3,10 @@ use std::{path::Path, time::Duration};
 
 use burn_quads::rewards::{exact_reward, final_answer, math_reward, same_answer};
 
-use crate::{harness::Target, mutate::Form};
+use crate::{
+    harness::Target,
+    mutate::{Form, MAX_BYTES},
+};
 
 const TARGET: Target = Target {
     form: Form::Text,
@@ -77,7 +80,9 @@ fn no_completion_breaks_judging() {
 
 /// Accepted where the answer is right.
 fn read(_: &Path, input: &[u8]) -> Result<(), String> {
-    let text = String::from_utf8_lossy(input);
+    let mut text = String::from_utf8_lossy(input).into_owned();
+    // What is no UTF-8 has grown.
+    text.truncate(text.floor_char_boundary(MAX_BYTES));
     let (completion, reference) = text.rsplit_once("\n---\n").unwrap_or((&text, "1"));
     let (math, exact) = (math_reward(completion, reference), exact_reward(completion, reference));
     for reward in [math, exact] {
