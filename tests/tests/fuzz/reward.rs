@@ -1,7 +1,7 @@
 //! Completions and reference answers.
 use std::{path::Path, time::Duration};
 
-use burn_quads::rewards::{exact_reward, final_answer, math_reward, same_answer};
+use burn_quads::rewards::math_reward;
 
 use crate::{
     harness::Target,
@@ -84,15 +84,10 @@ fn read(_: &Path, input: &[u8]) -> Result<(), String> {
     // What is no UTF-8 has grown.
     text.truncate(text.floor_char_boundary(MAX_BYTES));
     let (completion, reference) = text.rsplit_once("\n---\n").unwrap_or((&text, "1"));
-    let (math, exact) = (math_reward(completion, reference), exact_reward(completion, reference));
-    for reward in [math, exact] {
-        assert!(reward == 0.0 || reward == 1.0, "{reward}");
-    }
-    let answer = final_answer(completion);
-    let right = answer.as_deref().is_some_and(|answer| same_answer(answer, reference));
-    assert_eq!(math == 1.0, right);
-    match right {
-        true => Ok(()),
-        false => Err(format!("{answer:?} is not {reference:?}")),
+    // It is made of all the other functions; the bound on time is its own.
+    match math_reward(completion, reference) {
+        1.0 => Ok(()),
+        0.0 => Err("another answer".into()),
+        reward => panic!("a reward of {reward}"),
     }
 }
