@@ -1,6 +1,7 @@
 //! What the documentation tells people to type works: its settings are accepted and its commands run, on a tiny model.
 mod tiny_run;
 
+use clap::Parser;
 use std::{
     collections::BTreeSet,
     fs,
@@ -113,6 +114,42 @@ fn run(line: &str, page: &str, folder: &Path, settings_file: &str, done: &mut BT
         {
             return;
         }
+        // What this build has no device for is at least a command line.
+        [
+            "cargo",
+            "run",
+            "--release",
+            "-p",
+            "grpo_math",
+            "--features",
+            _,
+            "--",
+            arguments @ ..,
+        ] => {
+            let command = ["grpo_math"].iter().chain(arguments);
+            if let Err(error) = grpo_math::cli::Cli::try_parse_from(command) {
+                panic!("{page}: `{line}`: {error}");
+            }
+            return;
+        }
+        // Needs a GPU, or a device that only the continuous integration installs.
+        ["cargo", "bench", "-p", package, "--features", _, "--bench", bench, ..]
+            if root().join(package).join("benches").join(bench).exists() =>
+        {
+            return;
+        }
+        ["python3", script, ..] if root().join(script).exists() => return,
+        [
+            "QUADS_REQUIRE_DEVICE=1",
+            "cargo",
+            "test",
+            "--release",
+            "--workspace",
+            "--features",
+            _,
+            "--test",
+            test,
+        ] if root().join("tests/tests").join(test).exists() => return,
         // The continuous integration runs these.
         ["cargo", "test", "--release", "--workspace"] => return,
         [
