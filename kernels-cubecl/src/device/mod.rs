@@ -40,6 +40,7 @@
 //! - `fp8`: the baseline;
 //! - `values`: packed operands back to values; `dense_groups`: experts that are not packed.
 #![allow(
+    clippy::collapsible_if,
     clippy::manual_is_multiple_of,
     clippy::too_many_arguments,
     clippy::type_complexity,
