@@ -291,9 +291,9 @@ fn decode_words(
             step *= outer_scales[expert];
         }
         if comptime!(checked) {
-            if flags[0] & NOT_FINITE != 0u32 {
-                step = f32::reinterpret(0x7fc0_0000u32);
-            }
+            // Not a constant: CUDA's compiler takes no reference to one, others take a constant NaN for a mistake.
+            let finite = flags[0] & NOT_FINITE == 0u32;
+            step = f32::reinterpret(select(finite, u32::reinterpret(step), 0x7fc0_0000u32));
         }
         #[unroll]
         for j in 0..8usize {
