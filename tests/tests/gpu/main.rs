@@ -22,6 +22,7 @@ macro_rules! tests {
                 #[test]
                 fn $test() {
                     if <$stack>::is_available() {
+                        let _turn = super::support::turn(stringify!($module));
                         super::$module::$test::<$stack>();
                     }
                 }

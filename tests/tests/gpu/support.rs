@@ -12,13 +12,28 @@ use burn_nvfp4::{
 use burn_quads::layer_backend::LayerBackend;
 use std::{
     any::TypeId,
-    sync::{Mutex, PoisonError},
+    sync::{Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
 };
 
 #[cfg(feature = "vulkan")]
 pub type PlainVulkan = CubeBackend<burn::backend::wgpu::WgpuRuntime, f32, i32, u8>;
 #[cfg(feature = "cuda")]
 pub type PlainCuda = CubeBackend<burn_cubecl::cubecl::cuda::CudaRuntime, f32, i32, u8>;
+
+static DEVICE: RwLock<()> = RwLock::new(());
+
+/// Tests share the device, except those of `blocking`, which hold it.
+pub fn turn(
+    module: &str,
+) -> (
+    Option<RwLockReadGuard<'static, ()>>,
+    Option<RwLockWriteGuard<'static, ()>>,
+) {
+    match module {
+        "blocking" => (None, Some(DEVICE.write().unwrap_or_else(PoisonError::into_inner))),
+        _ => (Some(DEVICE.read().unwrap_or_else(PoisonError::into_inner)), None),
+    }
+}
 
 /// A backend under test.
 pub trait Stack: Nvfp4Backend + LayerBackend {
