@@ -38,7 +38,7 @@ pub trait Nvfp4Backend: Backend {
     /// Lends the values of a U8 tensor in row-major order.
     fn with_bytes<R>(tensor: &IntTensor<Self>, read: impl FnOnce(&[u8]) -> R) -> R {
         let data = read_sync(Self::int_into_data(tensor.clone())).expect("a tensor can be read back");
-        read(data.convert::<u8>().as_slice().expect("u8 data"))
+        read(data.convert::<u8>().as_bytes())
     }
 
     /// Packs `[d_in, d_out]` or `[groups, d_in, d_out]`. `amax` (`[1]` or `[groups]`) is the largest magnitude that
