@@ -134,7 +134,10 @@ fn a_prolonged_run_ends_with_the_bits_of_a_longer_one() {
         fs::write(file, before).unwrap();
     };
     refused(&folder.join("train.jsonl"), "letter 3?", "letter three?");
-    refused(&folder.join("model/tokenizer_config.json"), "user", "system");
+    let template = "set content = message.content %}";
+    let other = "set content = message.content + '!' %}";
+    refused(&folder.join("model/tokenizer_config.json"), template, other);
+    refused(&folder.join("model/generation_config.json"), "127", "126");
     refused(
         &folder.join("model/config.json"),
         "\"rms_norm_eps\": 1e-06",
