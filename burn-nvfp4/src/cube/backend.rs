@@ -1,6 +1,6 @@
 //! `Nvfp4Backend` on the kernels.
 use burn_backend::{
-    DType, FloatDType, Shape, TensorMetadata,
+    Backend, DType, FloatDType, Shape, TensorMetadata,
     ops::FloatTensorOps,
     tensor::{FloatTensor, IntTensor},
 };
@@ -83,7 +83,7 @@ where
         let last = shape.num_dims() - 1;
         shape[last] = weight.d_out();
         if shape.num_elements() == 0 {
-            return Self::float_zeros(shape, &x.device, dtype);
+            return nothing::<Self>(shape, &x.device, dtype);
         }
         let flat = Shape::from([shape.num_elements() / weight.d_out(), weight.d_out()]);
         let y = match is_packed_product(weight) {
@@ -122,7 +122,7 @@ where
         check_grouped(&shape, &weights.into(), &counts.shape());
         let shape = Shape::from([shape[0], weight.d_out()]);
         if shape.num_elements() == 0 {
-            return Self::float_zeros(shape, &x.device, dtype);
+            return nothing::<Self>(shape, &x.device, dtype);
         }
         let (client, counts) = (x.client.clone(), counts_of::<R, F, I, BT>(counts));
         let like = x.clone();
@@ -197,7 +197,7 @@ where
         check_grouped(&x.shape(), &weight.shape(), &counts.shape());
         let shape = Shape::from([x.shape()[0], weight.shape()[2]]);
         if shape.num_elements() == 0 {
-            return Self::float_zeros(shape, &x.device, dtype);
+            return nothing::<Self>(shape, &x.device, dtype);
         }
         let x = cast::<Self>(x, FloatDType::F32);
         let weight = cast::<Self>(weight, FloatDType::F32);
@@ -220,7 +220,10 @@ where
     ) -> FloatTensor<Self> {
         let dtype = x.dtype.into();
         let shape = check_outer(&x.shape(), &grad.shape(), &counts.shape());
-        if shape.num_elements() == 0 || x.shape()[0] == 0 {
+        if shape.num_elements() == 0 {
+            return nothing::<Self>(shape, &x.device, dtype);
+        }
+        if x.shape()[0] == 0 {
             return Self::float_zeros(shape, &x.device, dtype);
         }
         let x = cast::<Self>(x, FloatDType::F32);
@@ -230,6 +233,11 @@ where
         let dw = dw.unwrap_or_else(|error| panic!("gradient of a grouped linear: {error}"));
         cast::<Self>(tensor(&x, dw, shape, DType::F32), dtype)
     }
+}
+
+/// A tensor without elements. Burn would launch a kernel of no cubes to fill it, which CUDA refuses.
+fn nothing<B: Backend>(shape: Shape, device: &B::Device, dtype: FloatDType) -> FloatTensor<B> {
+    B::float_empty(shape, device, dtype)
 }
 
 /// Whether the packed kernels make the product.
