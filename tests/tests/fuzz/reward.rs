@@ -56,6 +56,7 @@ const TARGET: Target = Target {
         "answer_tags",
         "bold",
         "boxed",
+        "boxed_in_boxed",
         "boxed_last_wins",
         "boxed_list",
         "characters_of_four_bytes",
