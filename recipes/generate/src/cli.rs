@@ -1,7 +1,7 @@
 //! The command line.
 use anyhow::{Result, anyhow, bail};
 use burn_nvfp4::Precision;
-use clap::Parser;
+use clap::{Parser, builder::RangedU64ValueParser};
 use serde_json::Value;
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -34,10 +34,10 @@ pub struct Cli {
     #[arg(long, value_name = "FILE")]
     pub residual_masks: Option<PathBuf>,
     /// Most tokens of an answer.
-    #[arg(long, value_name = "N", default_value_t = 256)]
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = RangedU64ValueParser::<usize>::new().range(1..=1_000_000))]
     pub max_new_tokens: usize,
     /// 0 takes the most probable token; logits are divided by anything else.
-    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature)]
     pub temperature: f32,
     /// Another seed draws other tokens where the temperature is above 0.
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -81,6 +81,13 @@ fn precision(text: &str) -> Result<Precision> {
     Ok(text.parse()?)
 }
 
+fn temperature(text: &str) -> Result<f32> {
+    match text.parse() {
+        Ok(temperature) if f32::is_finite(temperature) && temperature >= 0.0 => Ok(temperature),
+        _ => bail!("expected a number of 0 or more"),
+    }
+}
+
 fn template_arg(text: &str) -> Result<(String, Value)> {
     let (name, value) = text.split_once('=').ok_or_else(|| anyhow!("expected NAME=JSON"))?;
     // A word that is no JSON is meant as a string.
@@ -96,6 +103,22 @@ mod tests {
     #[test]
     fn the_command_line_is_well_formed() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn what_cannot_be_sampled_is_a_wrong_argument() {
+        let parse =
+            |more: &[&str]| Cli::try_parse_from([&["generate", "--model", "m", "--prompt", "p"], more].concat());
+        for wrong in [
+            ["--max-new-tokens", "0"],
+            ["--temperature", "nan"],
+            ["--temperature", "inf"],
+            ["--temperature", "x"],
+        ] {
+            assert!(parse(&wrong).is_err(), "{wrong:?}");
+        }
+        assert!(parse(&["--temperature=-1"]).is_err());
+        assert!(parse(&["--temperature", "0.7", "--max-new-tokens", "1"]).is_ok());
     }
 
     #[test]

@@ -35,6 +35,13 @@ impl TextModel {
     /// When the folder is damaged or of another model, or its sizes do not fit the precision.
     pub fn open(path: &Path, precision: &Precision, residual_masks: Option<&Path>) -> Result<Self> {
         let folder = ModelFolder::open(path)?;
+        if *precision == Precision::High && folder.quantization_config().is_some() {
+            bail!(
+                "{}: the weights are NVFP4, and --precision high asks for dense ones: take w4a16, which has their exact values \
+                 and full activations",
+                path.display()
+            );
+        }
         let tokenizer = TextTokenizer::open(path)?;
         let (known, rows) = (tokenizer.vocab_size(), folder.config().vocab_size);
         if known > rows {

@@ -131,6 +131,12 @@ fn a_folder_that_is_packed_already_stays_packed() {
         err.lines().last().unwrap().starts_with("error: ") && err.contains("cannot run in fp8"),
         "{err}"
     );
+    let output = generate(&folder, &arguments("high"), "");
+    let err = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        err.contains("--precision high asks for dense ones: take w4a16"),
+        "{err}"
+    );
 }
 
 #[test]

@@ -84,7 +84,7 @@ pub fn convert(source: &Source, output: &Path, settings: Value, conversion: &imp
         let name = file_name(file);
         weight_map.extend(specs.iter().map(|spec| (spec.name.clone(), name.clone())));
         unpacked.extend(specs.iter().filter_map(unpacked_module));
-        if folder.has(&name) {
+        if folder.has(&name) && holds(&folder.file(&name), &specs) {
             converted.resumed += 1;
             progress.inc(file.tensors().map(|tensor| tensor.bytes.len() as u64).sum());
         } else {
@@ -102,6 +102,17 @@ pub fn convert(source: &Source, output: &Path, settings: Value, conversion: &imp
     copy_others(&source.path, &folder)?;
     folder.finish()?;
     Ok(converted)
+}
+
+/// Whether an earlier run's file can be read and has these tensors; another one is made again.
+fn holds(path: &Path, specs: &[TensorSpec]) -> bool {
+    let spec = |spec: &TensorSpec| (spec.name.clone(), spec.dtype, spec.shape.clone());
+    SafetensorsFile::open(path).is_ok_and(|file| {
+        let found = file
+            .tensors()
+            .map(|tensor| (tensor.name().to_string(), tensor.dtype(), tensor.shape().to_vec()));
+        found.collect::<BTreeSet<_>>() == specs.iter().map(spec).collect()
+    })
 }
 
 fn write_shard(

@@ -130,6 +130,25 @@ fn an_interrupted_run_goes_on_with_the_first_missing_file() {
 }
 
 #[test]
+fn a_shard_that_an_earlier_run_left_damaged_is_made_again() {
+    let base = scratch("damaged_shard");
+    let input = tiny(&base, "model_bf16.safetensors");
+    shard(&input, 3);
+    quantize(&input, &base.join("whole"), Recipe::Te, &[]).unwrap();
+    let output = base.join("out");
+    let started = OutputFolder::start(&output, &input, serde_json::json!("quantize")).unwrap();
+    let [first, second] = [1, 2].map(|i| format!("model-{i:05}-of-00003.safetensors"));
+    // Cut short; and another shard's tensors.
+    let bytes = fs::read(base.join("whole").join(&first)).unwrap();
+    fs::write(started.file(&first), &bytes[..1000]).unwrap();
+    fs::write(started.file(&second), &bytes).unwrap();
+    drop(started);
+    let converted = quantize(&input, &output, Recipe::Te, &[]).unwrap();
+    assert_eq!((converted.shards, converted.resumed), (3, 0));
+    assert!(contents(&output) == contents(&base.join("whole")));
+}
+
+#[test]
 fn excluded_modules_stay_dense_and_are_listed() {
     let base = scratch("exclude");
     let input = tiny(&base, "model_bf16.safetensors");
