@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::{atomic_write::write_atomically, console, metrics::Position};
+use crate::{atomic_write::write_atomically, console, fingerprint::Fingerprint, metrics::Position};
 
 const STATE: &str = "state.json";
 const CHECKSUMS: &str = "checksums.txt";
@@ -111,7 +111,7 @@ impl Checkpoints {
             for name in file_names(&temporary)? {
                 let file = temporary.join(&name);
                 File::open(&file)?.sync_all()?;
-                checksums.push_str(&format!("{:016x}  {name}\n", checksum(&fs::read(&file)?)));
+                checksums.push_str(&format!("{}  {name}\n", Fingerprint::of(&fs::read(&file)?)));
             }
             write_atomically(&temporary.join(CHECKSUMS), checksums.as_bytes())?;
             remove(&replaced)?;
@@ -173,7 +173,7 @@ impl Checkpoints {
                 bail!("{CHECKSUMS} has the line {line:?}");
             };
             let bytes = fs::read(path.join(name)).with_context(|| format!("cannot read {name}"))?;
-            if format!("{:016x}", checksum(&bytes)) != sum {
+            if Fingerprint::of(&bytes).to_string() != sum {
                 bail!("{name} is not what was written");
             }
             listed.push(name);
@@ -258,13 +258,6 @@ fn sync_folder(folder: &Path) -> Result<()> {
         File::open(folder)?.sync_all()?;
     }
     Ok(())
-}
-
-/// FNV-1a: finds what disks and interrupted copies do, not what an adversary would.
-fn checksum(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
-    })
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ pub mod checkpoints;
 pub mod cli;
 pub mod config;
 pub mod console;
+pub mod fingerprint;
 pub mod finish;
 pub mod gap;
 pub mod interrupt;

@@ -4,7 +4,7 @@ use burn_quads::tasks::{Problem, Split, TaskError, TaskMixture};
 use rand::seq::SliceRandom;
 
 use crate::{
-    config::{Config, Fingerprint},
+    config::Config,
     language::Language,
     seeds,
     text::{TextLanguage, TextProblems},
@@ -67,7 +67,7 @@ impl Problems {
                 );
             }
             return Ok(Self {
-                fingerprint: Some(fingerprint(&files, &language)?),
+                fingerprint: Some(files.fingerprint.to_string()),
                 held_out: std::mem::take(&mut files.held_out),
                 training: std::mem::take(&mut files.training),
                 validation: vec![],
@@ -164,21 +164,6 @@ impl Problems {
         order.shuffle(&mut seeds::stream(self.seed, "training order", epoch));
         order
     }
-}
-
-/// Of the problems as token ids, their answers, the ids that end an answer, and the model's configuration.
-fn fingerprint(files: &TextProblems, language: &TextLanguage) -> Result<String> {
-    let mut hash = Fingerprint::default();
-    for problem in files.held_out.iter().chain(&files.training) {
-        for id in language.prompt(&problem.prompt)? {
-            hash.add(&id.to_le_bytes());
-        }
-        hash.add(problem.answer.as_bytes());
-        hash.add(b"\n");
-    }
-    hash.add(format!("{:?}", language.eos_token_ids()).as_bytes());
-    hash.add(language.model().config().to_json().as_bytes());
-    Ok(hash.to_string())
 }
 
 #[cfg(test)]

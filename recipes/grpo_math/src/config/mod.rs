@@ -3,7 +3,6 @@
 //! [`Layers`] lays a file and `--set` over the shipped defaults; [`Config::read`] turns the result into typed settings
 //! and refuses what cannot be, by key, value and what was expected.
 mod data;
-mod fingerprint;
 mod keys;
 mod layers;
 mod learner;
@@ -15,7 +14,6 @@ mod suggest;
 mod task;
 
 pub use data::{DataConfig, QUESTION, Verifier};
-pub use fingerprint::Fingerprint;
 pub use keys::{Diverged, step_error};
 pub use layers::{DEFAULTS, Layers};
 pub use learner::LearnerConfig;
@@ -25,6 +23,8 @@ pub use sections::{CheckpointConfig, EvalConfig, MismatchConfig, RolloutConfig, 
 pub use task::TaskConfig;
 
 use std::path::{Path, PathBuf};
+
+use crate::fingerprint::Fingerprint;
 
 /// A setting that was refused.
 #[derive(Debug, thiserror::Error)]
@@ -177,8 +177,7 @@ impl Config {
     }
 }
 
-/// FNV-1a over the settings that fix a run's course. Against mistakes, not against malice. What is in the files that they
-/// name counts too, but in [`Problems::fingerprint`](crate::problems::Problems::fingerprint).
+/// Of the settings that fix a run's course. What is in the files that they name counts too, but in [`Problems::fingerprint`](crate::problems::Problems::fingerprint).
 fn fingerprint(layers: &Layers) -> String {
     let mut hash = Fingerprint::default();
     // Folders and files may be moved or renamed.

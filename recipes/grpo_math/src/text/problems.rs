@@ -7,7 +7,7 @@ use burn_quads::{
 use std::collections::BTreeSet;
 
 use super::TextLanguage;
-use crate::{config::DataConfig, plan::thousands};
+use crate::{config::DataConfig, fingerprint::Fingerprint, plan::thousands};
 
 /// Where a held-out file is missing, one problem of so many is held out.
 const HELD_OUT_SHARE: usize = 10;
@@ -25,6 +25,9 @@ pub struct TextProblems {
     pub longest_prompt: usize,
     /// What the user should know.
     pub notes: Vec<String>,
+    /// Of what decides a run's course: the problems as token ids, their answers, the ids that end an answer, and the
+    /// model's configuration.
+    pub fingerprint: Fingerprint,
 }
 
 impl TextProblems {
@@ -69,13 +72,21 @@ impl TextProblems {
         }
 
         let mut longest_prompt = 0;
+        let mut fingerprint = Fingerprint::default();
+        fingerprint.add(format!("{:?}", language.eos_token_ids()).as_bytes());
+        fingerprint.add(language.model().config().to_json().as_bytes());
         let mut short_enough = |set: Vec<TextProblem>, path: &std::path::Path| -> Result<Vec<Problem>> {
             let mut kept = Vec::with_capacity(set.len());
             let count = set.len();
             for problem in set {
-                let tokens = language.prompt(&problem.prompt)?.len();
-                if tokens <= data.max_prompt_tokens {
-                    longest_prompt = longest_prompt.max(tokens);
+                let tokens = language.prompt(&problem.prompt)?;
+                if tokens.len() <= data.max_prompt_tokens {
+                    longest_prompt = longest_prompt.max(tokens.len());
+                    for id in tokens {
+                        fingerprint.add(&id.to_le_bytes());
+                    }
+                    fingerprint.add(problem.answer.as_bytes());
+                    fingerprint.add(b"\n");
                     kept.push(Problem {
                         task: "data",
                         canonical: problem.prompt.clone(),
@@ -84,6 +95,8 @@ impl TextProblems {
                     });
                 }
             }
+            // Where one set ends and the other begins.
+            fingerprint.add(b"\n");
             if kept.len() < count {
                 notes.push(format!(
                     "{} of {} problems of {} are left out: their prompts have more than data.max_prompt_tokens = {} tokens",
@@ -117,6 +130,7 @@ impl TextProblems {
             held_out,
             longest_prompt,
             notes,
+            fingerprint,
         })
     }
 }
