@@ -9,7 +9,7 @@
 //! are skipped. The order of a sum: step after step, first pass before residual, and the tensor core's 16 `k` at a time;
 //! the same for every tile shape.
 use super::format::scale_output;
-use super::grouping::{Groups, locate};
+use super::grouping::{Groups, locate, source_row};
 use super::matrix::{PackedActivations, PackedWeight, array};
 use super::mma16::{UNDO, decode_scales, decode_word};
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
@@ -213,10 +213,7 @@ fn multiply_tile<Y: Float>(
     for i in 0..x_loads {
         let token = first + (unit_pos + comptime!(i * threads)) / 2;
         x_inside[i] = select(token < last, 0xffff_ffffu32, 0u32);
-        let mut source = min(token, last - 1);
-        if comptime!(plan.gathered) {
-            source = gather[source] as usize;
-        }
+        let source = source_row(gather, min(token, last - 1), plan.gathered);
         x_rows[i] = u32::cast_from(source);
     }
     let mut w_rows = Array::<u32>::new(w_loads);
@@ -400,11 +397,7 @@ fn multiply_tile<Y: Float>(
             let (line, pair) = def.position_of_nth(lane, comptime!(h as u32 * 2), MatrixIdent::Accumulator);
             let token = token0 + comptime!(i * 16) + line as usize;
             if token < last {
-                let mut source = token;
-                if comptime!(plan.gathered) {
-                    source = gather[token] as usize;
-                }
-                let unit = units[source];
+                let unit = units[source_row(gather, token, plan.gathered)];
                 #[unroll]
                 for j in 0..plan.tiles.1 {
                     let sum = sums.index(comptime!(i * plan.tiles.1 + j));

@@ -10,7 +10,7 @@
 //! With a residual pass a step multiplies the weight's fragment with both passes' rows. The order of a sum: step after
 //! step, first pass before residual.
 use super::format::scale_output;
-use super::grouping::{Groups, locate};
+use super::grouping::{Groups, locate, source_row};
 use super::matrix::{PackedActivations, PackedWeight, array};
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
@@ -172,11 +172,12 @@ fn multiply_tile<Y: Float>(
     for i in 0..plan.tiles.0 {
         #[unroll]
         for h in 0..2usize {
-            x_rows[comptime!(2 * i + h)] =
-                source_row(gather, token0 + comptime!(16 * i + 8 * h) + g, last, plan.gathered);
+            let token = min(token0 + comptime!(16 * i + 8 * h) + g, last - 1);
+            x_rows[comptime!(2 * i + h)] = u32::cast_from(source_row(gather, token, plan.gathered));
         }
         let line = def.scales_index(lane, MatrixIdent::A) as usize;
-        x_scale_rows[i] = source_row(gather, token0 + comptime!(16 * i) + line, last, plan.gathered);
+        let token = min(token0 + comptime!(16 * i) + line, last - 1);
+        x_scale_rows[i] = u32::cast_from(source_row(gather, token, plan.gathered));
     }
     let mut w_rows = Array::<u32>::new(plan.tiles.1);
     let mut w_scale_rows = Array::<u32>::new(plan.tiles.1);
@@ -249,7 +250,7 @@ fn multiply_tile<Y: Float>(
             let (line, pair) = def.position_of_nth(lane, comptime!(h as u32 * 2), MatrixIdent::Accumulator);
             let token = token0 + comptime!(16 * i) + line as usize;
             if token < last {
-                let unit = units[source_row(gather, token, last, plan.gathered) as usize];
+                let unit = units[source_row(gather, token, plan.gathered)];
                 #[unroll]
                 for j in 0..plan.tiles.1 {
                     let sum = sums.index(comptime!(i * plan.tiles.1 + j));
@@ -264,17 +265,6 @@ fn multiply_tile<Y: Float>(
                 }
             }
         }
-    }
-}
-
-/// The row of activations of a token, the last one's past the end.
-#[cube]
-fn source_row(gather: &Array<u32>, token: usize, last: usize, #[comptime] gathered: bool) -> u32 {
-    let token = min(token, last - 1);
-    if comptime!(gathered) {
-        gather[token]
-    } else {
-        u32::cast_from(token)
     }
 }
 

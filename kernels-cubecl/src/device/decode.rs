@@ -14,7 +14,7 @@
 //! The order of a sum depends on `splits` and on `k` alone: a chunk after the other within a warp, first pass and residual
 //! apart, then `first + residual` of one warp after the other.
 use super::format::scale_output;
-use super::grouping::{Groups, locate};
+use super::grouping::{Groups, locate, source_row};
 use super::matrix::{PackedActivations, PackedWeight, array};
 use super::mma16::{UNDO, decode_scales, decode_word};
 use cubecl::cmma::MmaDefinition;
@@ -248,11 +248,7 @@ fn multiply_tile<Y: Float>(
             token = first + lane / 4 % 4;
             pass = lane / 16;
         }
-        let token = min(token, last - 1);
-        let mut source = token;
-        if comptime!(plan.gathered) {
-            source = gather[token] as usize;
-        }
+        let source = source_row(gather, min(token, last - 1), plan.gathered);
         x_rows[b] = u32::cast_from(source + pass * sources as usize);
     }
     let mut x = Array::<Vector<u32, Const<4>>>::new(comptime!(2 * operands));
@@ -286,11 +282,7 @@ fn multiply_tile<Y: Float>(
     let mut tile_units = SharedMemory::<f32>::new(comptime!(8 * plan.columns()));
     if UNIT_POS < comptime!(8 * plan.columns() as u32) {
         let token = min(first + UNIT_POS as usize, last - 1);
-        let mut source = token;
-        if comptime!(plan.gathered) {
-            source = gather[token] as usize;
-        }
-        tile_units[UNIT_POS as usize] = units[source];
+        tile_units[UNIT_POS as usize] = units[source_row(gather, token, plan.gathered)];
     }
     let outer = outer_scales[expert];
 

@@ -9,7 +9,7 @@
 //! which each lane holds 64 consecutive values of two rows, and `splits` warps take chunks in turn. More rows come in
 //! further cubes.
 use super::format::{INFINITE, e4m3_encode, scale_output};
-use super::grouping::{Groups, locate};
+use super::grouping::{Groups, locate, source_row};
 use super::matrix::{Element, Error, Matrix, allocate, array};
 use super::route::{MatmulOptions, Route, Routing};
 use super::{K_STEP, portable};
@@ -413,10 +413,7 @@ fn multiply_fp8_tile<Y: Float>(
     #[unroll]
     for b in 0..plan.tiles {
         let token = min(first + comptime!(8 * b) + lane / 4, last - 1);
-        let mut source = token;
-        if comptime!(plan.gathered) {
-            source = gather[token] as usize;
-        }
+        let source = source_row(gather, token, plan.gathered);
         x_at[b] = u32::cast_from(source * vectors);
     }
     let mut sums = Sequence::<Array<Vector<f32, Const<2>>>>::new();
@@ -490,10 +487,7 @@ fn multiply_fp8_tile<Y: Float>(
             for z in 0..plan.splits {
                 sum += partial[at + comptime!(z) * per_warp];
             }
-            let mut source = token;
-            if comptime!(plan.gathered) {
-                source = gather[token] as usize;
-            }
+            let source = source_row(gather, token, plan.gathered);
             y[token * rows + row] = Y::cast_from(scale_output(sum, x_scales[source], w_scales[expert * rows + row]));
         }
     }

@@ -112,6 +112,16 @@ pub(super) fn locate(
     (expert, first, last)
 }
 
+/// The row of activations of a token, which must be one of those that there are.
+#[cube]
+pub(super) fn source_row(gather: &Array<u32>, token: usize, #[comptime] gathered: bool) -> usize {
+    let mut source = token;
+    if comptime!(gathered) {
+        source = gather[token] as usize;
+    }
+    source
+}
+
 /// One cube: `table[tile] = (expert, first token, end of the expert's tokens)`; tiles left over get no tokens.
 #[cube(launch_unchecked)]
 fn fill_table(counts: &Array<u32>, table: &mut Array<u32>, experts: u32, tiles: u32, tile: u32) {

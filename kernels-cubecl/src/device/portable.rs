@@ -4,7 +4,7 @@
 //! exact in f32, so one product serves both: compensation costs the decoding alone.
 use super::format::{e2m1_decode, e4m3_decode, scale_output};
 use super::fp8::Fp8Rows;
-use super::grouping::{Groups, locate};
+use super::grouping::{Groups, locate, source_row};
 use super::matrix::{PackedActivations, PackedWeight, array};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -137,10 +137,7 @@ fn multiply<Y: Float>(
     let pair = (UNIT_POS as usize % 8) * 2;
     let token = first + line;
     let channel = column + line;
-    let mut source = token;
-    if comptime!(gathered) {
-        source = gather[min(token, tokens as usize - 1)] as usize;
-    }
+    let source = source_row(gather, min(token, tokens as usize - 1), gathered);
     // A tile without tokens costs nothing.
     let blocks = select(first < last, kp / DEPTH, 0usize);
     for block in 0..blocks {
@@ -187,10 +184,7 @@ fn multiply<Y: Float>(
         let token = first + unit_y * 2 + comptime!(i / 2);
         let channel = column + unit_x * 2 + comptime!(i % 2);
         if token < last && token < first + TILE && channel < rows {
-            let mut source = token;
-            if comptime!(gathered) {
-                source = gather[token] as usize;
-            }
+            let source = source_row(gather, token, gathered);
             let mut scale_at = expert;
             if comptime!(format == Format::Fp8) {
                 scale_at = expert * rows + channel;
