@@ -14,9 +14,14 @@ pub fn rows(config: &Config, problems: &Problems, parameters: usize) -> Vec<(Str
         row(
             "task",
             format!(
-                "{}, for instance {}; {} training problems, {} held out",
+                "{}, for instance {}{}; {} training problems, {} held out",
                 problems.names(),
                 one_line(&problems.language.example(example)),
+                if config.data.is_none() {
+                    config.task.notation()
+                } else {
+                    ""
+                },
                 thousands(problems.training.len()),
                 thousands(problems.held_out.len())
             ),

@@ -51,6 +51,14 @@ impl TaskConfig {
         Ok(config)
     }
 
+    /// What somebody must know to find a problem right who reads one.
+    pub fn notation(&self) -> &'static str {
+        match self.addition {
+            (weight, _, DigitOrder::LeastSignificantFirst) if weight > 0.0 => " (sums are written units first)",
+            _ => "",
+        }
+    }
+
     /// The tasks, to draw from.
     pub fn mixture(&self) -> std::result::Result<TaskMixture, TaskError> {
         let (weight, digits, order) = self.addition;
