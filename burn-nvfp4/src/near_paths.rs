@@ -7,7 +7,7 @@ pub(crate) fn near(path: &str, linears: &[&str]) -> Vec<String> {
     let mut near: Vec<(usize, &str)> = linears
         .iter()
         .filter_map(|linear| {
-            let distance = edit_distance(path, linear);
+            let distance = strsim::levenshtein(path, linear);
             let close = distance <= (path.chars().count() / 3).max(2);
             let is_near = close || related(linear, path) || related(path, linear) || same_end(linear);
             is_near.then_some((distance, *linear))
@@ -15,20 +15,4 @@ pub(crate) fn near(path: &str, linears: &[&str]) -> Vec<String> {
         .collect();
     near.sort();
     near.into_iter().take(5).map(|(_, linear)| linear.to_string()).collect()
-}
-
-/// Levenshtein distance.
-fn edit_distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, a) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, b) in b.iter().enumerate() {
-            let substituted = diagonal + usize::from(a != *b);
-            diagonal = row[j + 1];
-            row[j + 1] = substituted.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
 }

@@ -3,7 +3,10 @@ use super::ConfigError;
 
 /// The error for a key that is none of those known.
 pub(super) fn unknown<'a>(known: impl Iterator<Item = &'a String> + Clone, key: String, origin: &str) -> ConfigError {
-    let nearest = known.clone().map(|known| (distance(&key, known), known)).min();
+    let nearest = known
+        .clone()
+        .map(|known| (strsim::levenshtein(&key, known), known))
+        .min();
     let same_name = known
         .clone()
         .find(|known| known.rsplit('.').next() == key.rsplit('.').next());
@@ -24,20 +27,4 @@ pub(super) fn unknown<'a>(known: impl Iterator<Item = &'a String> + Clone, key: 
         },
         key,
     }
-}
-
-/// Levenshtein's distance: characters to insert, delete or replace.
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, from) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, to) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(from != *to);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
 }
