@@ -1,0 +1,3 @@
+//! Parts of the `quads_ablation` recipe: the comparison that QUADS claims, arm by arm from shared warm-up checkpoints.
+#![warn(missing_docs)]
+pub mod results;
