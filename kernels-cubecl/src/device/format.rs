@@ -40,13 +40,13 @@ pub(crate) const BIASES: u32 = {
 /// Code of `y ≥ 0` plus [`BIAS`]; ties to even, saturating at 6.
 ///
 /// The code is `2y` below 2, `y + 2` below 4, `y/2 + 4` above, rounded to an integer: the least of the three, each rounded
-/// once, by adding 2^23.
+/// once, by adding 2^23. Bits of positive numbers order as the numbers do, and integers have a minimum of three.
 #[cube]
 pub(crate) fn e2m1_biased(y: f32) -> u32 {
-    let low = y * 2.0 + 8388608.0;
-    let middle = y + 8388610.0;
-    let high = y * 0.5 + 8388612.0;
-    u32::reinterpret(min(min(low, middle), min(high, 8388615.0)))
+    let low = u32::reinterpret(y * 2.0 + 8388608.0);
+    let middle = u32::reinterpret(y + 8388610.0);
+    let high = u32::reinterpret(y * 0.5 + 8388612.0);
+    min(min(min(low, middle), high), comptime!(8388615.0f32.to_bits()))
 }
 
 /// Code of `y ≥ 0`.

@@ -125,6 +125,8 @@ pub(crate) struct Plan {
     pub blocks: usize,
     pub load: Load,
     pub kind: Kind,
+    /// Rows fill the units' blocks: no unit has less to load than the others.
+    pub full: bool,
     /// Compiled by NVIDIA's compiler: planes of 32 units, f32 subnormals that count, correctly rounded division.
     pub nvidia: bool,
 }
@@ -192,6 +194,7 @@ pub fn quantize<R: Runtime>(
         blocks,
         load,
         kind,
+        full: k == units * blocks * BLOCK,
         nvidia,
     };
     match (x.element, load) {
@@ -306,25 +309,43 @@ fn quantize_rows<F: Numeric, N: Size>(
 
     let mut v = Array::<f32>::new(comptime!(plan.blocks * 16));
     let mut block_amax = Array::<u32>::new(plan.blocks);
-    let mut largest = 0u32;
+    // All loads before the first use: a row takes one latency, not one a block.
     #[unroll]
     for b in 0..plan.blocks {
         let block = comptime!(b * plan.units) + unit_pos;
-        #[unroll]
-        for j in 0..16usize {
-            v[comptime!(b * 16 + j)] = 0.0;
-        }
-        if block * 16 < k {
+        let row_start = row * row_stride as usize;
+        let column_stride = column_stride as usize;
+        if comptime!(plan.full) {
             load_block(
                 x,
                 &mut v,
-                row * row_stride as usize,
+                row_start,
                 block * 16,
-                column_stride as usize,
+                column_stride,
                 comptime!(b * 16),
                 plan.load,
             );
+        } else {
+            #[unroll]
+            for j in 0..16usize {
+                v[comptime!(b * 16 + j)] = 0.0;
+            }
+            if block * 16 < k {
+                load_block(
+                    x,
+                    &mut v,
+                    row_start,
+                    block * 16,
+                    column_stride,
+                    comptime!(b * 16),
+                    plan.load,
+                );
+            }
         }
+    }
+    let mut largest = 0u32;
+    #[unroll]
+    for b in 0..plan.blocks {
         block_amax[b] = largest_magnitude(&v, comptime!(b * 16));
         largest = max(largest, block_amax[b]);
     }
