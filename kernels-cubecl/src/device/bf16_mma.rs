@@ -1,23 +1,27 @@
 //! The matmul of many rows on 16-bit tensor cores.
 //!
-//! Packed operands go through registers into shared memory as 16-bit floats; warps multiply from there. (Operands become
-//! f16, which holds E2M1 · E4M3 as exactly as bf16 does and takes fewer instructions.) Two buffers: while warps multiply
-//! one K step of 64, they decode the next into the other, and the one after that is on its way from memory. One barrier a
-//! step.
+//! Operands become f16, which holds E2M1 · E4M3 as exactly as bf16 does and takes fewer instructions. As in the decode
+//! route, weights are the 16-row operand of the tensor core and tokens the 8-column one. A warp decodes its weights in
+//! registers, straight from the packed layout: nobody else in the cube wants them. All warps want the tokens: a cube decodes
+//! them into shared memory. Two buffers: while warps multiply one K step of 64, they decode the next step's tokens into the
+//! other, and those after that are on their way from memory. One barrier a step.
 //!
-//! With a residual pass a step multiplies the weight's tile with both passes' rows; steps in which a fixed mask has no bit
-//! are skipped. The order of a sum: step after step, first pass before residual, and the tensor core's 16 `k` at a time;
-//! the same for every tile shape.
+//! Of a K step, lane `4g + t` holds two words of codes of rows `g` and `g + 8` of a group, that is one block, and reads the
+//! same words of token `g`, decoded: 16 bytes a word. (The tensor core does not care which `k` sits in which slot as long as
+//! both operands agree.)
+//!
+//! With a residual pass a word of the weight is multiplied with both passes' rows; steps in which a fixed mask has no bit
+//! are skipped. The order of a sum: word after word, first pass before residual; the same for every tile shape.
 use super::format::scale_output;
 use super::grouping::{Groups, locate, source_row};
 use super::matrix::{PackedActivations, PackedWeight, array};
-use super::mma16::{UNDO, decode_scales, decode_word};
-use cubecl::cmma::{MatrixIdent, MmaDefinition};
+use super::mma16::{MAGNITUDES, UNDO, decode_scales, decode_word};
+use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use half::f16;
 
-/// 16-byte vectors of a shared row: 64 values and one vector of padding, so that `ldmatrix` meets no bank twice.
+/// 16-byte vectors of a shared row: 64 values and one vector of padding, so that a load meets no bank twice.
 const PITCH: usize = 9;
 
 /// What is compiled into a kernel.
@@ -25,10 +29,8 @@ const PITCH: usize = 9;
 pub(crate) struct Plan {
     /// Warps along tokens and along the weight's rows.
     pub warps: (usize, usize),
-    /// MMA tiles of a warp: 16 tokens by 8 rows.
+    /// MMA tiles of a warp: 8 tokens by 16 rows.
     pub tiles: (usize, usize),
-    /// K steps in registers, on their way.
-    pub depth: usize,
     /// With a residual pass.
     pub residual: bool,
     /// Only in the steps that are flagged.
@@ -42,43 +44,45 @@ pub(crate) struct Plan {
 impl Plan {
     /// Launch table, by the tokens that a weight is multiplied with and the shared memory of a cube.
     pub(crate) fn new(tokens: usize, rows: usize, shared: usize, residual: bool) -> Self {
-        let shape = |warps, tiles, depth| Self {
+        let shape = |warps, tiles| Self {
             warps,
             tiles,
-            depth,
             residual,
             sparse: false,
             grouped: false,
             gathered: false,
         };
         let table = [
-            shape((2, 4), (4, 8), 1),
-            shape((2, 4), (2, 4), 2),
-            shape((2, 2), (1, 4), 2),
+            shape((1, 8), (16, 2)),
+            shape((1, 4), (8, 2)),
+            shape((2, 2), (4, 1)),
+            shape((1, 4), (4, 1)),
         ];
         let cubes = |plan: &Self| tokens.div_ceil(plan.tokens()) * rows.div_ceil(plan.rows());
-        // The largest tile that fits and still makes a cube for most of a large device's multiprocessors.
-        let fits = |plan: &&Self| plan.shared() <= shared && cubes(plan) >= 96;
-        *table.iter().find(fits).unwrap_or(&table[2])
+        // The largest tile that fits, is filled by half, and still makes a cube for each of a large device's multiprocessors.
+        let fits = |plan: &&Self| {
+            plan.shared() <= shared && 2 * tokens > plan.tokens() && (cubes(plan) >= 192 || plan.rows() == 32)
+        };
+        *table.iter().find(fits).unwrap_or(&table[3])
     }
 
     /// Tokens of a cube.
     pub(crate) fn tokens(&self) -> usize {
-        self.warps.0 * self.tiles.0 * 16
+        self.warps.0 * self.tiles.0 * 8
     }
 
     /// Rows of the weight of a cube.
     pub(crate) fn rows(&self) -> usize {
-        self.warps.1 * self.tiles.1 * 8
+        self.warps.1 * self.tiles.1 * 16
     }
 
     fn threads(&self) -> usize {
         self.warps.0 * self.warps.1 * 32
     }
 
-    /// Shared rows of one buffer: tokens of each pass, then the weight's.
+    /// Shared rows of one buffer: tokens of each pass.
     fn lines(&self) -> usize {
-        self.tokens() * (1 + usize::from(self.residual)) + self.rows()
+        self.tokens() * (1 + usize::from(self.residual))
     }
 
     /// Bytes of shared memory.
@@ -86,9 +90,9 @@ impl Plan {
         2 * self.lines() * PITCH * 16
     }
 
-    /// Loads of 32 codes a unit, for so many rows.
-    fn loads(&self, rows: usize) -> usize {
-        (2 * rows).div_ceil(self.threads())
+    /// Loads of 32 codes a unit, for the tokens of one pass.
+    fn loads(&self) -> usize {
+        (2 * self.tokens()).div_ceil(self.threads())
     }
 }
 
@@ -127,6 +131,7 @@ pub(super) fn launch<R: Runtime, Y: Float + CubeElement>(
             groups.tokens as u32,
             w.rows as u32,
             kp as u32,
+            MAGNITUDES,
             plan,
         );
     }
@@ -138,7 +143,7 @@ fn multiply<Y: Float>(
     x_codes: &Array<Vector<u32, Const<4>>>,
     x_scales: &Array<u32>,
     units: &Array<f32>,
-    w_codes: &Array<Vector<u32, Const<4>>>,
+    w_codes: &Array<Vector<u32, Const<2>>>,
     w_scales: &Array<u32>,
     outer_scales: &Array<f32>,
     table: &Array<u32>,
@@ -149,6 +154,7 @@ fn multiply<Y: Float>(
     tokens: u32,
     rows: u32,
     kp: u32,
+    magnitudes: u32,
     #[comptime] plan: Plan,
 ) {
     let (expert, first, last) = locate(table, tokens, comptime!(plan.tokens()), plan.grouped);
@@ -166,6 +172,7 @@ fn multiply<Y: Float>(
             sources,
             rows,
             kp,
+            magnitudes,
             expert,
             first,
             last,
@@ -179,7 +186,7 @@ fn multiply_tile<Y: Float>(
     x_codes: &Array<Vector<u32, Const<4>>>,
     x_scales: &Array<u32>,
     units: &Array<f32>,
-    w_codes: &Array<Vector<u32, Const<4>>>,
+    w_codes: &Array<Vector<u32, Const<2>>>,
     w_scales: &Array<u32>,
     outer_scales: &Array<f32>,
     gather: &Array<u32>,
@@ -188,49 +195,50 @@ fn multiply_tile<Y: Float>(
     sources: u32,
     rows: u32,
     kp: u32,
+    magnitudes: u32,
     expert: usize,
     first: usize,
     last: usize,
     #[comptime] plan: Plan,
 ) {
-    let def = MmaDefinition::<f16, f16, f32>::new(16usize, 8usize, 16usize);
     let rows = rows as usize;
     let steps = kp as usize / 64;
     let sources = sources as usize;
-    let row0 = CUBE_POS_X as usize * comptime!(plan.rows());
-    let threads = comptime!(plan.threads());
-    let x_loads = comptime!(plan.loads(plan.tokens()));
-    let w_loads = comptime!(plan.loads(plan.rows()));
-    let r_loads = comptime!(if plan.residual { x_loads } else { 1 });
-    let lines = comptime!(plan.lines());
-
-    // The rows that this unit loads; a row past the end counts as one of zero scales.
-    let mut x_rows = Array::<u32>::new(x_loads);
-    let mut x_inside = Array::<u32>::new(x_loads);
     let unit_pos = UNIT_POS as usize;
-    let half = unit_pos % 2;
+    let lane = UNIT_POS_PLANE as usize;
+    let warp = unit_pos / 32;
+    let threads = comptime!(plan.threads());
+    let loads = comptime!(plan.loads());
+    let r_loads = comptime!(if plan.residual { plan.loads() } else { 1 });
+    let w_lines = comptime!(2 * plan.tiles.1);
+    let lines = comptime!(plan.lines());
+    let w_row0 =
+        CUBE_POS_X as usize * comptime!(plan.rows()) + (warp % plan.warps.1) * comptime!(plan.tiles.1 * 16) + lane / 4;
+
+    // The rows that this unit loads; a token past the end counts as one of zero scales, a row past the end is not stored.
+    let mut x_rows = Array::<u32>::new(loads);
+    let mut x_inside = Array::<u32>::new(loads);
     #[unroll]
-    for i in 0..x_loads {
+    for i in 0..loads {
         let token = first + (unit_pos + comptime!(i * threads)) / 2;
         x_inside[i] = select(token < last, 0xffff_ffffu32, 0u32);
         let source = source_row(gather, min(token, last - 1), plan.gathered);
         x_rows[i] = u32::cast_from(source);
     }
-    let mut w_rows = Array::<u32>::new(w_loads);
+    let mut w_rows = Array::<u32>::new(w_lines);
     #[unroll]
-    for i in 0..w_loads {
-        let row = min(row0 + (unit_pos + comptime!(i * threads)) / 2, rows - 1);
-        w_rows[i] = u32::cast_from(expert * rows + row);
+    for i in 0..w_lines {
+        w_rows[i] = u32::cast_from(expert * rows + min(w_row0 + comptime!(8 * i), rows - 1));
     }
 
-    let depth = comptime!(plan.depth);
-    let mut x_packed = Array::<Vector<u32, Const<4>>>::new(comptime!(x_loads * plan.depth));
-    let mut x_words = Array::<u32>::new(comptime!(x_loads * plan.depth));
-    let mut r_packed = Array::<Vector<u32, Const<4>>>::new(comptime!(r_loads * plan.depth));
-    let mut r_words = Array::<u32>::new(comptime!(r_loads * plan.depth));
-    let mut w_packed = Array::<Vector<u32, Const<4>>>::new(comptime!(w_loads * plan.depth));
-    let mut w_words = Array::<u32>::new(comptime!(w_loads * plan.depth));
-    let mut shared = SharedMemory::<Vector<f16, Const<8>>>::new(comptime!(2 * plan.lines() * PITCH));
+    let mut x_packed = Array::<Vector<u32, Const<4>>>::new(loads);
+    let mut x_words = Array::<u32>::new(loads);
+    let mut r_packed = Array::<Vector<u32, Const<4>>>::new(r_loads);
+    let mut r_words = Array::<u32>::new(r_loads);
+    let mut w_packed = Array::<Vector<u32, Const<2>>>::new(w_lines);
+    let mut w_words = Array::<u32>::new(w_lines);
+    let mut shared = SharedMemory::<Vector<u32, Const<4>>>::new(comptime!(2 * plan.lines() * PITCH));
+    let r_at = comptime!(plan.tokens() * PITCH);
 
     let mut sums = Sequence::<Array<Vector<f32, Const<2>>>>::new();
     #[unroll]
@@ -241,173 +249,132 @@ fn multiply_tile<Y: Float>(
         sums.push(sum);
     }
 
-    #[unroll]
-    for d in 0..depth {
-        fetch(
-            w_codes,
-            w_scales,
-            &w_rows,
-            0usize,
-            &mut w_packed,
-            &mut w_words,
-            d,
-            steps,
-            w_loads,
-            d,
-        );
-        fetch(
-            x_codes,
-            x_scales,
-            &x_rows,
-            0usize,
-            &mut x_packed,
-            &mut x_words,
-            d,
-            steps,
-            x_loads,
-            d,
-        );
-        mask_outside(&x_inside, &mut x_words, x_loads, d);
-        if comptime!(plan.residual) {
-            if is_active(active, d, steps, plan.sparse) {
-                fetch(
-                    x_codes,
-                    x_scales,
-                    &x_rows,
-                    sources,
-                    &mut r_packed,
-                    &mut r_words,
-                    d,
-                    steps,
-                    x_loads,
-                    d,
-                );
-                mask_outside(&x_inside, &mut r_words, x_loads, d);
-            }
+    fetch_weights(
+        w_codes,
+        w_scales,
+        &w_rows,
+        &mut w_packed,
+        &mut w_words,
+        0usize,
+        steps,
+        w_lines,
+    );
+    fetch(
+        x_codes,
+        x_scales,
+        &x_rows,
+        &x_inside,
+        0usize,
+        &mut x_packed,
+        &mut x_words,
+        0usize,
+        steps,
+        loads,
+    );
+    if comptime!(plan.residual) {
+        if is_active(active, 0usize, steps, plan.sparse) {
+            fetch(
+                x_codes,
+                x_scales,
+                &x_rows,
+                &x_inside,
+                sources,
+                &mut r_packed,
+                &mut r_words,
+                0usize,
+                steps,
+                loads,
+            );
         }
     }
-    // A step decodes what registers hold into one buffer and multiplies the step before from the other.
-    let turns = (steps + 1).div_ceil(depth);
-    for turn in 0..turns {
-        #[unroll]
-        for d in 0..depth {
-            let step = turn * depth + d;
-            let to = (step % 2) * comptime!(lines * PITCH);
-            let from = ((step + 1) % 2) * comptime!(lines * PITCH);
-            if step < steps {
-                put(
-                    &mut shared,
-                    &x_packed,
-                    &x_words,
-                    to,
-                    half,
-                    comptime!(plan.tokens()),
-                    d,
-                    plan,
-                );
-                if comptime!(plan.residual) {
-                    if is_active(active, step, steps, plan.sparse) {
-                        let r_to = to + comptime!(plan.tokens() * PITCH);
-                        put(
-                            &mut shared,
-                            &r_packed,
-                            &r_words,
-                            r_to,
-                            half,
-                            comptime!(plan.tokens()),
-                            d,
-                            plan,
-                        );
-                    }
-                }
-                let w_to = to + comptime!((plan.lines() - plan.rows()) * PITCH);
-                put(
-                    &mut shared,
-                    &w_packed,
-                    &w_words,
-                    w_to,
-                    half,
-                    comptime!(plan.rows()),
-                    d,
-                    plan,
-                );
-            }
-            let next = step + depth;
-            if next < steps {
-                fetch(
-                    w_codes,
-                    w_scales,
-                    &w_rows,
-                    0usize,
-                    &mut w_packed,
-                    &mut w_words,
-                    next,
-                    steps,
-                    w_loads,
-                    d,
-                );
-                fetch(
-                    x_codes,
-                    x_scales,
-                    &x_rows,
-                    0usize,
-                    &mut x_packed,
-                    &mut x_words,
-                    next,
-                    steps,
-                    x_loads,
-                    d,
-                );
-                mask_outside(&x_inside, &mut x_words, x_loads, d);
-                if comptime!(plan.residual) {
-                    if is_active(active, next, steps, plan.sparse) {
-                        fetch(
-                            x_codes,
-                            x_scales,
-                            &x_rows,
-                            sources,
-                            &mut r_packed,
-                            &mut r_words,
-                            next,
-                            steps,
-                            x_loads,
-                            d,
-                        );
-                        mask_outside(&x_inside, &mut r_words, x_loads, d);
-                    }
+    // Turn 0 has nothing to multiply yet; later ones multiply the step before.
+    for turn in 0..(steps + 1) {
+        let to = (turn % 2) * comptime!(lines * PITCH);
+        let from = ((turn + 1) % 2) * comptime!(lines * PITCH);
+        if turn < steps {
+            put(&mut shared, &x_packed, &x_words, to, magnitudes, plan);
+            if comptime!(plan.residual) {
+                if is_active(active, turn, steps, plan.sparse) {
+                    put(&mut shared, &r_packed, &r_words, to + r_at, magnitudes, plan);
                 }
             }
-            if step > 0 && step <= steps {
-                let active = is_active(active, step - 1, steps, plan.sparse);
-                multiply_step(&shared, &mut sums, from, active, &def, plan);
-            }
-            sync_cube();
         }
+        let next = turn + 1;
+        if next < steps {
+            fetch(
+                x_codes,
+                x_scales,
+                &x_rows,
+                &x_inside,
+                0usize,
+                &mut x_packed,
+                &mut x_words,
+                next,
+                steps,
+                loads,
+            );
+            if comptime!(plan.residual) {
+                if is_active(active, next, steps, plan.sparse) {
+                    fetch(
+                        x_codes,
+                        x_scales,
+                        &x_rows,
+                        &x_inside,
+                        sources,
+                        &mut r_packed,
+                        &mut r_words,
+                        next,
+                        steps,
+                        loads,
+                    );
+                }
+            }
+        }
+        if turn > 0 {
+            let active = is_active(active, turn - 1, steps, plan.sparse);
+            #[unroll]
+            for j in 0..2usize {
+                let weights = decode_weights(&w_packed, &w_words, magnitudes, j, plan);
+                if comptime!(j == 1) {
+                    // These registers are used up.
+                    fetch_weights(
+                        w_codes,
+                        w_scales,
+                        &w_rows,
+                        &mut w_packed,
+                        &mut w_words,
+                        turn,
+                        steps,
+                        w_lines,
+                    );
+                }
+                multiply_word(&shared, &mut sums, &weights, from, j, plan);
+                if comptime!(plan.residual) {
+                    if active {
+                        multiply_word(&shared, &mut sums, &weights, from + r_at, j, plan);
+                    }
+                }
+            }
+        }
+        sync_cube();
     }
 
-    let lane = UNIT_POS_PLANE;
-    let warp = unit_pos / 32;
-    let token0 = first + (warp / plan.warps.1) * comptime!(plan.tiles.0 * 16);
-    let column0 = row0 + (warp % plan.warps.1) * comptime!(plan.tiles.1 * 8);
+    let token0 = first + (warp / plan.warps.1) * comptime!(plan.tiles.0 * 8) + lane % 4 * 2;
     let outer = outer_scales[expert];
     #[unroll]
-    for i in 0..plan.tiles.0 {
+    for b in 0..plan.tiles.0 {
         #[unroll]
-        for h in 0..2usize {
-            let (line, pair) = def.position_of_nth(lane, comptime!(h as u32 * 2), MatrixIdent::Accumulator);
-            let token = token0 + comptime!(i * 16) + line as usize;
+        for e in 0..2usize {
+            let token = token0 + comptime!(8 * b + e);
             if token < last {
                 let unit = units[source_row(gather, token, plan.gathered)];
                 #[unroll]
-                for j in 0..plan.tiles.1 {
-                    let sum = sums.index(comptime!(i * plan.tiles.1 + j));
-                    let values = sum[h];
-                    let row = column0 + comptime!(j * 8) + pair as usize;
+                for i in 0..w_lines {
+                    let sum = sums.index(comptime!(i / 2 * plan.tiles.0 + b));
+                    let values = sum[comptime!(i % 2)];
+                    let row = w_row0 + comptime!(8 * i);
                     if row < rows {
-                        y[token * rows + row] = Y::cast_from(scale_output(values[0usize] * UNDO, unit, outer));
-                    }
-                    if row + 1 < rows {
-                        y[token * rows + row + 1] = Y::cast_from(scale_output(values[1usize] * UNDO, unit, outer));
+                        y[token * rows + row] = Y::cast_from(scale_output(values[e] * UNDO, unit, outer));
                     }
                 }
             }
@@ -425,130 +392,136 @@ fn is_active(active: &Array<u32>, step: usize, steps: usize, #[comptime] sparse:
     }
 }
 
-/// Loads 32 codes and their two scales for each of this unit's rows, for step `depth` of those in registers.
+/// Loads 32 codes and their two scales for each of this unit's tokens.
 #[cube]
 fn fetch(
     codes: &Array<Vector<u32, Const<4>>>,
     scales: &Array<u32>,
     rows: &Array<u32>,
+    inside: &Array<u32>,
     offset: usize,
     packed: &mut Array<Vector<u32, Const<4>>>,
     words: &mut Array<u32>,
     step: usize,
     steps: usize,
     #[comptime] loads: usize,
-    #[comptime] depth: usize,
 ) {
     let half = UNIT_POS as usize % 2;
-    let step = min(step, steps - 1);
     #[unroll]
     for i in 0..loads {
         let row = rows[i] as usize + offset;
-        packed[comptime!(depth * loads + i)] = codes[(row * steps + step) * 2 + half];
-        words[comptime!(depth * loads + i)] = scales[row * steps + step] >> u32::cast_from(half * 16);
+        packed[i] = codes[(row * steps + step) * 2 + half];
+        words[i] = (scales[row * steps + step] >> u32::cast_from(half * 16)) & inside[i];
     }
 }
 
+/// Loads this lane's block of every row of the weight, and its scale; the last step's again past the end.
 #[cube]
-fn mask_outside(inside: &Array<u32>, words: &mut Array<u32>, #[comptime] loads: usize, #[comptime] depth: usize) {
+fn fetch_weights(
+    codes: &Array<Vector<u32, Const<2>>>,
+    scales: &Array<u32>,
+    rows: &Array<u32>,
+    packed: &mut Array<Vector<u32, Const<2>>>,
+    words: &mut Array<u32>,
+    step: usize,
+    steps: usize,
+    #[comptime] lines: usize,
+) {
+    let block = UNIT_POS_PLANE as usize % 4;
+    let step = min(step, steps - 1);
     #[unroll]
-    for i in 0..loads {
-        words[comptime!(depth * loads + i)] &= inside[i];
+    for i in 0..lines {
+        let at = rows[i] as usize * steps + step;
+        packed[i] = codes[at * 4 + block];
+        words[i] = scales[at];
     }
 }
 
-/// Decodes step `depth` of those in registers into shared memory.
+/// Decodes this unit's tokens into shared memory.
 #[cube]
 fn put(
-    shared: &mut SharedMemory<Vector<f16, Const<8>>>,
+    shared: &mut SharedMemory<Vector<u32, Const<4>>>,
     packed: &Array<Vector<u32, Const<4>>>,
     words: &Array<u32>,
     to: usize,
-    half: usize,
-    #[comptime] rows: usize,
-    #[comptime] depth: usize,
+    magnitudes: u32,
     #[comptime] plan: Plan,
 ) {
     let threads = comptime!(plan.threads());
-    let loads = comptime!(plan.loads(rows));
+    let half = UNIT_POS as usize % 2;
     #[unroll]
-    for i in 0..loads {
+    for i in 0..comptime!(plan.loads()) {
         let line = (UNIT_POS as usize + comptime!(i * threads)) / 2;
-        if comptime!((2 * rows) % threads == 0) || line < rows {
+        if comptime!((2 * plan.tokens()) % threads == 0) || line < comptime!(plan.tokens()) {
             let at = to + line * PITCH + half * 4;
-            let codes = packed[comptime!(depth * loads + i)];
-            let scales = decode_scales(words[comptime!(depth * loads + i)]);
+            let codes = packed[i];
+            let scales = decode_scales(words[i]);
             #[unroll]
             for q in 0..4usize {
-                let decoded = decode_word(codes[q], scales, comptime!(q / 2));
-                shared[at + q] = Vector::<f16, Const<8>>::reinterpret(decoded);
+                shared[at + q] = decode_word(codes[q], scales, magnitudes, comptime!(q / 2));
             }
         }
     }
 }
 
-/// Multiplies one K step from shared memory.
+/// Word `j` of every group of 16 rows as two operands of 16 `k` each.
 #[cube]
-fn multiply_step(
-    shared: &SharedMemory<Vector<f16, Const<8>>>,
+fn decode_weights(
+    packed: &Array<Vector<u32, Const<2>>>,
+    words: &Array<u32>,
+    magnitudes: u32,
+    #[comptime] j: usize,
+    #[comptime] plan: Plan,
+) -> Sequence<Array<Vector<f16, Const<2>>>> {
+    let shift = UNIT_POS_PLANE % 4u32 * 8u32;
+    let mut weights = Sequence::<Array<Vector<f16, Const<2>>>>::new();
+    #[unroll]
+    for a in 0..plan.tiles.1 {
+        let codes = packed[comptime!(2 * a)];
+        let scales = decode_scales(words[comptime!(2 * a)] >> shift);
+        let upper = decode_word(codes[j], scales, magnitudes, 0usize);
+        let codes = packed[comptime!(2 * a + 1)];
+        let scales = decode_scales(words[comptime!(2 * a + 1)] >> shift);
+        let lower = decode_word(codes[j], scales, magnitudes, 0usize);
+        #[unroll]
+        for q in 0..2usize {
+            let mut left = Array::<Vector<f16, Const<2>>>::new(4usize);
+            left[0] = Vector::<f16, Const<2>>::reinterpret(upper[comptime!(2 * q)]);
+            left[1] = Vector::<f16, Const<2>>::reinterpret(lower[comptime!(2 * q)]);
+            left[2] = Vector::<f16, Const<2>>::reinterpret(upper[comptime!(2 * q + 1)]);
+            left[3] = Vector::<f16, Const<2>>::reinterpret(lower[comptime!(2 * q + 1)]);
+            weights.push(left);
+        }
+    }
+    weights
+}
+
+/// Multiplies word `j` of the weights with all of the warp's tokens.
+#[cube]
+fn multiply_word(
+    shared: &SharedMemory<Vector<u32, Const<4>>>,
     sums: &mut Sequence<Array<Vector<f32, Const<2>>>>,
+    weights: &Sequence<Array<Vector<f16, Const<2>>>>,
     from: usize,
-    active: bool,
-    def: &MmaDefinition<f16, f16, f32>,
+    #[comptime] j: usize,
     #[comptime] plan: Plan,
 ) {
+    let def = MmaDefinition::<f16, f16, f32>::new(16usize, 8usize, 16usize);
     let lane = UNIT_POS_PLANE as usize;
-    let warp = UNIT_POS as usize / 32;
-    let token0 = (warp / plan.warps.1) * comptime!(plan.tiles.0 * 16);
-    let row0 = (warp % plan.warps.1) * comptime!(plan.tiles.1 * 8);
-    let w_from = from + comptime!((plan.lines() - plan.rows()) * PITCH);
-    // Two halves of 32; one ldmatrix loads a weight fragment for both steps of 16 in a half.
+    let token0 = UNIT_POS as usize / 32 / plan.warps.1 * comptime!(plan.tiles.0 * 8) + lane / 4;
     #[unroll]
-    for half in 0..2usize {
-        let mut right = Sequence::<Array<Vector<f16, Const<2>>>>::new();
+    for b in 0..plan.tiles.0 {
+        let tile = shared[from + (token0 + comptime!(8 * b)) * PITCH + lane % 4 * 2 + j];
         #[unroll]
-        for j in 0..plan.tiles.1 {
-            let at = w_from + (row0 + comptime!(j * 8) + lane % 8) * PITCH + comptime!(half * 4) + lane / 8;
-            let line = shared.slice(at, at + 1);
-            right.push(def.load_matrix::<Vector<f16, Const<8>>, Const<2>>(&line, MatrixIdent::B, 4usize, false));
-        }
-        multiply_half(shared, sums, &right, from, token0, lane, def, half, plan);
-        if comptime!(plan.residual) {
-            if active {
-                let from = from + comptime!(plan.tokens() * PITCH);
-                multiply_half(shared, sums, &right, from, token0, lane, def, half, plan);
-            }
-        }
-    }
-}
-
-#[cube]
-fn multiply_half(
-    shared: &SharedMemory<Vector<f16, Const<8>>>,
-    sums: &mut Sequence<Array<Vector<f32, Const<2>>>>,
-    right: &Sequence<Array<Vector<f16, Const<2>>>>,
-    from: usize,
-    token0: usize,
-    lane: usize,
-    def: &MmaDefinition<f16, f16, f32>,
-    #[comptime] half: usize,
-    #[comptime] plan: Plan,
-) {
-    #[unroll]
-    for q in 0..2usize {
-        #[unroll]
-        for i in 0..plan.tiles.0 {
-            let at = from + (token0 + comptime!(i * 16) + lane % 16) * PITCH + comptime!(half * 4 + q * 2) + lane / 16;
-            let line = shared.slice(at, at + 1);
-            let left = def.load_matrix::<Vector<f16, Const<8>>, Const<2>>(&line, MatrixIdent::A, 4usize, false);
+        for q in 0..2usize {
+            let mut right = Array::<Vector<f16, Const<2>>>::new(2usize);
+            right[0] = Vector::<f16, Const<2>>::reinterpret(tile[comptime!(2 * q)]);
+            right[1] = Vector::<f16, Const<2>>::reinterpret(tile[comptime!(2 * q + 1)]);
             #[unroll]
-            for j in 0..plan.tiles.1 {
-                let both = right.index(j);
-                let mut fragment = Array::<Vector<f16, Const<2>>>::new(2usize);
-                fragment[0] = both[comptime!(q * 2)];
-                fragment[1] = both[comptime!(q * 2 + 1)];
-                let sum = sums.index_mut(comptime!(i * plan.tiles.1 + j));
-                def.execute_inplace(&left, &fragment, sum);
+            for a in 0..plan.tiles.1 {
+                let left = weights.index(comptime!(2 * a + q));
+                let sum = sums.index_mut(comptime!(a * plan.tiles.0 + b));
+                def.execute_inplace(left, &right, sum);
             }
         }
     }

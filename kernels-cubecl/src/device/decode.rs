@@ -5,9 +5,9 @@
 //! weight traffic. Up to four tokens share one tile with their residuals.
 //!
 //! A warp takes `groups` groups of 16 weight rows and walks over `k` in chunks of 256; the `splits` warps of a cube hold
-//! the same rows, take chunks in turn, and add up at the end. Of either half of a chunk, lane `4g + t` holds 32 consecutive
-//! values of rows `g` and `g + 8`: 16 bytes of codes, beside those of the next lane, and two scales, straight from the
-//! packed layout. It holds the same piece of token `g` of every tile. (The tensor core does not care which `k` sits in
+//! the same rows, take chunks in turn, and add up at the end. Of a chunk, lane `4g + t` holds 64 consecutive values of rows
+//! `g` and `g + 8`: 32 bytes of codes in two loads, the first of which brings the whole line, and one word of scales,
+//! straight from the packed layout. It holds the same piece of token `g` of every tile. (The tensor core does not care which `k` sits in
 //! which slot as long as both operands agree.) Nothing passes through shared memory, and there is no barrier before the
 //! end: as soon as a half is used up, that of the warp's next chunk is on its way to the same registers.
 //!
@@ -16,7 +16,7 @@
 use super::format::scale_output;
 use super::grouping::{Groups, locate, source_row};
 use super::matrix::{PackedActivations, PackedWeight, array};
-use super::mma16::{UNDO, decode_scales, decode_word};
+use super::mma16::{MAGNITUDES, UNDO, decode_scales, decode_word};
 use cubecl::cmma::MmaDefinition;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -130,6 +130,7 @@ pub(super) fn launch<R: Runtime, Y: Float + CubeElement>(
             groups.tokens as u32,
             w.rows as u32,
             kp as u32,
+            MAGNITUDES,
             plan,
         );
     }
@@ -151,6 +152,7 @@ fn multiply<Y: Float>(
     tokens: u32,
     rows: u32,
     kp: u32,
+    magnitudes: u32,
     #[comptime] plan: Plan,
 ) {
     let (expert, first, last) = locate(table, tokens, comptime!(plan.tokens()), plan.grouped);
@@ -167,6 +169,7 @@ fn multiply<Y: Float>(
             sources,
             rows,
             kp,
+            magnitudes,
             expert,
             first,
             last,
@@ -188,6 +191,7 @@ fn multiply_tile<Y: Float>(
     sources: u32,
     rows: u32,
     kp: u32,
+    magnitudes: u32,
     expert: usize,
     first: usize,
     last: usize,
@@ -213,31 +217,10 @@ fn multiply_tile<Y: Float>(
     }
     let w_lines = comptime!(2 * plan.groups);
     let mut w = Array::<Vector<u32, Const<4>>>::new(comptime!(2 * w_lines));
-    let mut w_steps = Array::<u32>::new(comptime!(2 * w_lines));
-    fetch(
-        w_codes,
-        w_scales,
-        &w_rows,
-        &mut w,
-        &mut w_steps,
-        split,
-        piece,
-        kp,
-        0usize,
-        w_lines,
-    );
-    fetch(
-        w_codes,
-        w_scales,
-        &w_rows,
-        &mut w,
-        &mut w_steps,
-        split,
-        piece,
-        kp,
-        1usize,
-        w_lines,
-    );
+    let mut w_steps = Array::<u32>::new(w_lines);
+    fetch_scales(w_scales, &w_rows, &mut w_steps, split, piece, kp, w_lines);
+    fetch(w_codes, &w_rows, &mut w, split, piece, kp, 0usize, w_lines);
+    fetch(w_codes, &w_rows, &mut w, split, piece, kp, 1usize, w_lines);
 
     let mut x_rows = Array::<u32>::new(operands);
     #[unroll]
@@ -252,31 +235,10 @@ fn multiply_tile<Y: Float>(
         x_rows[b] = u32::cast_from(source + pass * sources as usize);
     }
     let mut x = Array::<Vector<u32, Const<4>>>::new(comptime!(2 * operands));
-    let mut x_steps = Array::<u32>::new(comptime!(2 * operands));
-    fetch(
-        x_codes,
-        x_scales,
-        &x_rows,
-        &mut x,
-        &mut x_steps,
-        split,
-        piece,
-        kp,
-        0usize,
-        operands,
-    );
-    fetch(
-        x_codes,
-        x_scales,
-        &x_rows,
-        &mut x,
-        &mut x_steps,
-        split,
-        piece,
-        kp,
-        1usize,
-        operands,
-    );
+    let mut x_steps = Array::<u32>::new(operands);
+    fetch_scales(x_scales, &x_rows, &mut x_steps, split, piece, kp, operands);
+    fetch(x_codes, &x_rows, &mut x, split, piece, kp, 0usize, operands);
+    fetch(x_codes, &x_rows, &mut x, split, piece, kp, 1usize, operands);
 
     // Scales of the outputs, for the end.
     let mut tile_units = SharedMemory::<f32>::new(comptime!(8 * plan.columns()));
@@ -295,52 +257,42 @@ fn multiply_tile<Y: Float>(
         sums.push(sum);
     }
 
+    let mut next_w_steps = Array::<u32>::new(w_lines);
+    let mut next_x_steps = Array::<u32>::new(operands);
     for chunk in range_stepped(split, chunks, plan.splits) {
         let next = chunk + plan.splits;
+        if next < chunks {
+            fetch_scales(w_scales, &w_rows, &mut next_w_steps, next, piece, kp, w_lines);
+            fetch_scales(x_scales, &x_rows, &mut next_x_steps, next, piece, kp, operands);
+        }
         #[unroll]
         for half in 0..2usize {
-            multiply_half(&w, &w_steps, &x, &x_steps, &mut sums, half, plan);
+            multiply_half(&w, &w_steps, &x, &x_steps, &mut sums, magnitudes, half, plan);
             // This half is used up.
             if next < chunks {
-                fetch(
-                    x_codes,
-                    x_scales,
-                    &x_rows,
-                    &mut x,
-                    &mut x_steps,
-                    next,
-                    piece,
-                    kp,
-                    half,
-                    operands,
-                );
-                fetch(
-                    w_codes,
-                    w_scales,
-                    &w_rows,
-                    &mut w,
-                    &mut w_steps,
-                    next,
-                    piece,
-                    kp,
-                    half,
-                    w_lines,
-                );
+                fetch(x_codes, &x_rows, &mut x, next, piece, kp, half, operands);
+                fetch(w_codes, &w_rows, &mut w, next, piece, kp, half, w_lines);
             }
+        }
+        #[unroll]
+        for i in 0..w_lines {
+            w_steps[i] = next_w_steps[i];
+        }
+        #[unroll]
+        for b in 0..operands {
+            x_steps[b] = next_x_steps[b];
         }
     }
     store(&tile_units, outer, y, &sums, rows, first, last, plan);
 }
 
-/// This lane's 32 codes of one half of a chunk, and their two scales, of every row. A piece past the end is read from
-/// inside the row; its scales are zero.
+/// Half of this lane's 64 codes of a chunk, of every row. What lies past the end is read from inside the row; its scales
+/// are zero.
 #[cube]
 fn fetch(
     codes: &Array<Vector<u32, Const<4>>>,
-    scales: &Array<u32>,
     rows: &Array<u32>,
     to: &mut Array<Vector<u32, Const<4>>>,
-    steps: &mut Array<u32>,
     chunk: usize,
     piece: usize,
     kp: usize,
@@ -348,15 +300,31 @@ fn fetch(
     #[comptime] lines: usize,
 ) {
     let vectors = kp / 32;
-    let vector = chunk * 8 + comptime!(4 * half) + piece;
-    let inside = select(vector < vectors, 0xffffu32, 0u32);
-    let vector = min(vector, vectors - 1);
-    let shift = u32::cast_from(vector % 2 * 16);
+    let step = min(chunk * 4 + piece, kp / 64 - 1);
     #[unroll]
     for i in 0..lines {
-        let at = rows[i] as usize * vectors + vector;
-        to[comptime!(half * lines + i)] = codes[at];
-        steps[comptime!(half * lines + i)] = (scales[at / 2] >> shift) & inside;
+        to[comptime!(half * lines + i)] = codes[rows[i] as usize * vectors + 2 * step + half];
+    }
+}
+
+/// The four scales of this lane's codes of a chunk, of every row.
+#[cube]
+fn fetch_scales(
+    scales: &Array<u32>,
+    rows: &Array<u32>,
+    to: &mut Array<u32>,
+    chunk: usize,
+    piece: usize,
+    kp: usize,
+    #[comptime] lines: usize,
+) {
+    let steps = kp / 64;
+    let step = chunk * 4 + piece;
+    let inside = select(step < steps, 0xffff_ffffu32, 0u32);
+    let step = min(step, steps - 1);
+    #[unroll]
+    for i in 0..lines {
+        to[i] = scales[rows[i] as usize * steps + step] & inside;
     }
 }
 
@@ -368,6 +336,7 @@ fn multiply_half(
     x: &Array<Vector<u32, Const<4>>>,
     x_steps: &Array<u32>,
     sums: &mut Sequence<Array<Vector<f32, Const<2>>>>,
+    magnitudes: u32,
     #[comptime] half: usize,
     #[comptime] plan: Plan,
 ) {
@@ -377,12 +346,12 @@ fn multiply_half(
     let mut w_pairs = Array::<Vector<f16, Const<2>>>::new(w_lines);
     #[unroll]
     for i in 0..w_lines {
-        w_pairs[i] = decode_scales(w_steps[comptime!(half * w_lines + i)]);
+        w_pairs[i] = decode_scales(w_steps[i] >> comptime!(16 * half as u32));
     }
     let mut x_pairs = Array::<Vector<f16, Const<2>>>::new(operands);
     #[unroll]
     for b in 0..operands {
-        x_pairs[b] = decode_scales(x_steps[comptime!(half * operands + b)]);
+        x_pairs[b] = decode_scales(x_steps[b] >> comptime!(16 * half as u32));
     }
     #[unroll]
     for j in 0..4usize {
@@ -390,14 +359,14 @@ fn multiply_half(
         #[unroll]
         for b in 0..operands {
             let words = x[comptime!(half * operands + b)];
-            tiles[b] = decode_word(words[j], x_pairs[b], comptime!(j / 2));
+            tiles[b] = decode_word(words[j], x_pairs[b], magnitudes, comptime!(j / 2));
         }
         #[unroll]
         for a in 0..plan.groups {
             let words = w[comptime!(half * w_lines + 2 * a)];
-            let upper = decode_word(words[j], w_pairs[comptime!(2 * a)], comptime!(j / 2));
+            let upper = decode_word(words[j], w_pairs[comptime!(2 * a)], magnitudes, comptime!(j / 2));
             let words = w[comptime!(half * w_lines + 2 * a + 1)];
-            let lower = decode_word(words[j], w_pairs[comptime!(2 * a + 1)], comptime!(j / 2));
+            let lower = decode_word(words[j], w_pairs[comptime!(2 * a + 1)], magnitudes, comptime!(j / 2));
             #[unroll]
             for q in 0..2usize {
                 let mut left = Array::<Vector<f16, Const<2>>>::new(4usize);
