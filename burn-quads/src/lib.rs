@@ -12,6 +12,7 @@ pub mod calibrate;
 pub mod causal_lm;
 pub mod checkpoint;
 pub mod dataset;
+mod explain;
 pub mod grpo;
 mod host;
 pub mod input_ranges;
@@ -27,6 +28,7 @@ pub mod token_log_probs;
 
 pub use backend::QuadsBackend;
 pub use burn_nvfp4::{Granularity, Precision, Rac, Selection};
+pub use explain::explain;
 pub use modules::{
     experts::{QuadsExperts, QuadsExpertsConfig},
     linear::{OuterScaleGroup, QuadsLinear, QuadsLinearConfig},

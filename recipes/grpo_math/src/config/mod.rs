@@ -108,6 +108,30 @@ pub struct Config {
 /// Settings that may be given another value when a run is resumed: they do not change the steps already taken.
 pub const RESUMABLE: [&str; 3] = ["grpo.steps", "checkpoint.every", "checkpoint.keep"];
 
+/// A note on settings of what is made here where a model and problems come from files. Those that are as the defaults have
+/// them are nobody's wish.
+fn without_effect(layers: &Layers) -> Vec<String> {
+    let defaults = Layers::defaults();
+    let changed: Vec<&str> = layers
+        .values()
+        .zip(defaults.values())
+        .filter(|((key, value), (_, default))| {
+            let section = key.split('.').next().unwrap_or_default();
+            *key != "model.folder" && ["model", "task", "warmup"].contains(&section) && value != default
+        })
+        .map(|((key, _), _)| key)
+        .collect();
+    match changed.is_empty() {
+        true => vec![],
+        false => vec![format!(
+            "{}: without effect, as the model is loaded from {} and the problems from {}",
+            changed.join(", "),
+            layers.text("model.folder"),
+            layers.text("data.train")
+        )],
+    }
+}
+
 impl Config {
     /// The defaults under a file and `--set` assignments.
     pub fn load(file: Option<&Path>, assignments: &[String]) -> Result<Self, ConfigError> {
@@ -121,7 +145,7 @@ impl Config {
         let data = DataConfig::read(layers)?;
         let mixture = task.mixture().map_err(|error| task.refuse(layers, &error))?;
         let notes = match data {
-            Some(_) => Vec::new(),
+            Some(_) => without_effect(layers),
             None => problem_counts::fit(layers, &mixture, run.seed)?,
         };
         let layers = &*layers;
@@ -219,6 +243,33 @@ mod tests {
     fn load(assignments: &[&str]) -> Result<Config, ConfigError> {
         let assignments: Vec<String> = assignments.iter().map(|a| a.to_string()).collect();
         Config::load(None, &assignments)
+    }
+
+    #[test]
+    fn settings_that_a_loaded_model_does_not_have_are_noted() {
+        let load = |settings: &[&str]| {
+            let given = ["model.folder=x", "data.train=y"].iter().chain(settings);
+            Config::load(None, &given.map(|setting| setting.to_string()).collect::<Vec<_>>()).unwrap()
+        };
+        // As in the settings of a run, where all are written down.
+        assert_eq!(
+            load(&["model.hidden_size=64", "warmup.max_steps=2000"]).notes,
+            Vec::<String>::new()
+        );
+        let notes = load(&[
+            "warmup.max_steps=7",
+            "model.hidden_size=32",
+            "grpo.steps=3",
+            "task.chain_sum.weight=1",
+        ])
+        .notes;
+        assert_eq!(
+            notes,
+            [
+                "model.hidden_size, task.chain_sum.weight, warmup.max_steps: without effect, as the model is loaded from x and \
+              the problems from y"
+            ]
+        );
     }
 
     #[test]
