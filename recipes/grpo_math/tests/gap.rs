@@ -64,7 +64,7 @@ fn assert_whole(export: &Path, report: &Value) {
         .collect();
     names.sort();
     assert_eq!(names, ["gap.json", "model", "residual_masks.safetensors"]);
-    let model = ModelFolder::open(&export.join("model")).unwrap();
+    let model = ModelFolder::open(export.join("model")).unwrap();
     assert_eq!(model.dtype(), Some(Dtype::F32), "rounded by nobody but the precisions");
     let policy: Policy = model.load(&Default::default(), |_| {}).unwrap();
     let masks = ResidualMasks::load(&export.join("residual_masks.safetensors")).unwrap();
