@@ -73,6 +73,28 @@ impl Sampling {
         ))
     }
 
+    /// Which problems are answered right, one sample each at the rollout's temperature, with the random numbers of
+    /// [`pass_at_1`](Self::pass_at_1).
+    pub fn answers(&mut self, model: &Sampler, problems: &[Problem]) -> Result<Vec<bool>> {
+        let judged = self.judged(model, problems, 1, self.params.temperature)?;
+        Ok(judged.map(|right| right == 1).collect())
+    }
+
+    /// What `model` would have returned had it sampled the completions of `rollouts`: their log-probs, and with
+    /// `record_routing` their experts, as the rollout engine computes them.
+    pub fn given(&mut self, model: &Sampler, rollouts: &Rollouts, record_routing: bool) -> Result<Rollouts> {
+        let params = SamplingParams {
+            record_routing,
+            ..self.params.clone()
+        };
+        let tokens: Vec<&[u32]> = rollouts.completions.iter().map(|c| c.tokens.as_slice()).collect();
+        let completions = self.engine.generate_given(model, &rollouts.prompts, &tokens, &params);
+        Ok(Rollouts {
+            completions: completions.context("cannot score completions")?,
+            ..rollouts.clone()
+        })
+    }
+
     /// Accuracy sampled, `eval.samples` times a problem, and greedy.
     pub fn accuracy(&mut self, model: &Sampler, problems: &[Problem]) -> Result<Accuracy> {
         let EvalConfig { samples, pass_at, .. } = self.evaluation;

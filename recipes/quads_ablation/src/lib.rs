@@ -1,7 +1,26 @@
 //! Parts of the `quads_ablation` recipe: the comparison that QUADS claims, arm by arm from shared warm-up checkpoints.
+//!
+//! Reading order: [`arms`] and [`series`] (what is compared, as data), [`collapse`] (a rule), [`plan`] (what there is to
+//! do) and [`scheduler`] (several processes at once), [`worker`] (what one of them does) with [`gaps`] and [`collect`],
+//! [`files`] and [`layout`] (what it leaves, and where), [`assemble`] and [`results`] (all of it in one file).
 #![warn(missing_docs)]
+pub mod arms;
+pub mod assemble;
+pub mod cli;
+pub mod collapse;
+pub mod collect;
+pub mod files;
+pub mod gaps;
+pub mod layout;
+pub mod list;
+pub mod lock;
+pub mod machine;
+pub mod plan;
 pub mod results;
+pub mod scheduler;
+pub mod series;
 pub mod statistics;
+pub mod worker;
 
 #[cfg(test)]
 mod synthetic;

@@ -1,0 +1,197 @@
+//! From a run's folder to what `results.json` says of an arm.
+use anyhow::{Context, Result};
+use burn_nvfp4::Precision;
+use burn_quads::{modules::residual_masks::ResidualMasks, sync::sync};
+use grpo_math::{
+    backend::Policy,
+    checkpoints::{Checkpoint, Checkpoints},
+    config::Config,
+    console,
+    metrics::{self, MetricsLine, Position},
+    problems::Problems,
+    run_folder::RunFolder,
+    sampling::Sampling,
+    session::read_policy,
+};
+
+use crate::{
+    collapse,
+    files::ArmFile,
+    machine,
+    results::{Answers, ArmRun, Curve, Evaluation, LayerError},
+    series::all_settings,
+    worker::Run,
+};
+
+/// What the curve of an arm keeps of `metrics.jsonl`.
+pub const COLUMNS: [&str; 32] = [
+    "reward/mean",
+    "eval/pass@1",
+    "eval/pass@1/trainer",
+    "eval/pass@1/high",
+    "eval/pass@1/w4a4",
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/p99",
+    "sampling/sampling_logp_difference/max",
+    "rollout_corr/k3_kl",
+    "rollout_corr/k3_kl_reverse",
+    "rollout_corr/rollout_is_eff_sample_size",
+    "rollout_corr/rollout_is_oob_ratio",
+    "rollout_corr/rejected_fraction",
+    "mismatch/delta_weight/mean",
+    "mismatch/delta_act/mean",
+    "mismatch/delta_num/mean",
+    "mismatch/delta/mean",
+    "mismatch/delta_weight/max",
+    "mismatch/delta_act/max",
+    "mismatch/delta_num/max",
+    "mismatch/delta/max",
+    "actor/pg_clipfrac",
+    "actor/entropy",
+    "actor/grad_norm",
+    "actor/grad_norm_max",
+    "actor/updates",
+    "actor/ppo_kl",
+    "skipped_steps",
+    "routing/flip_rate",
+    "routing/token_flip_rate",
+    "response_length/mean",
+    "response_length/clip_ratio",
+];
+
+/// Reads a run that has ended, and judges its policy before the first and after the last step.
+///
+/// # Errors
+/// When a file of the run cannot be read.
+pub fn arm(run: &Run, letter: &str, final_problems: usize, stopped: Option<String>) -> Result<ArmFile> {
+    let config = run.config()?;
+    let (folder, _) = RunFolder::open(&run.folder, &[])?;
+    let checkpoints = Checkpoints::new(folder.checkpoints());
+    let first = checkpoints.read(Position::Grpo(0))?;
+    let last = checkpoints.newest()?.0.context("a run that has begun has a checkpoint")?;
+    let lines = metrics::read(&folder.metrics())?;
+    let lines: Vec<_> = lines.iter().filter(|line| line.grpo_step().is_some()).collect();
+    let steps = lines.last().and_then(|line| line.grpo_step()).unwrap_or(0);
+    let curve = curve(&lines);
+
+    // More problems than the curve is made with, drawn the same way for all arms.
+    let judging = run.config_with(&[format!("eval.problems={final_problems}")])?;
+    let mut judge = Judge::new(&judging)?;
+    let start = judge.evaluate(&first);
+    let end = judge.evaluate(&last);
+    let checkpoint = match last.state.position {
+        Position::Grpo(step) if step < steps => format!(" (judged by its checkpoint of step {step})"),
+        _ => String::new(),
+    };
+    Ok(ArmFile {
+        complete: true,
+        settings: all_settings(&run.assignments)?,
+        warmup_steps: last.state.warmup_steps,
+        processor: machine::processor(),
+        run: ArmRun {
+            arm: letter.into(),
+            start: start?,
+            end: match end {
+                Ok(end) => end,
+                // A policy that cannot be sampled answers nothing.
+                Err(error) if stopped.is_some() => {
+                    console::err(format!("No answers: {}", console::explain(&error)));
+                    nothing(judge.problems.held_out.len())
+                }
+                Err(error) => return Err(error),
+            },
+            steps,
+            stopped: stopped.map(|reason| format!("{reason}{checkpoint}")),
+            skipped_updates: last.state.skipped.total,
+            collapse: collapse::find(&curve),
+            curve,
+            layers: layers(&folder, &config)?,
+            wall_s: wall_s(&folder, &last)?,
+        },
+    })
+}
+
+/// Wall time of a run, its last table included where there is one.
+fn wall_s(folder: &RunFolder, last: &Checkpoint) -> Result<f64> {
+    let path = folder.results();
+    if !path.exists() {
+        return Ok(last.state.elapsed_s);
+    }
+    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let results: grpo_math::results::Results =
+        serde_json::from_str(&text).with_context(|| format!("cannot read {}", path.display()))?;
+    Ok(results.machine.total_s)
+}
+
+fn curve(lines: &[&MetricsLine]) -> Curve {
+    let column = |name: &str| -> Vec<Option<f64>> { lines.iter().map(|line| Some(short(line.get(name)?))).collect() };
+    let columns = COLUMNS.iter().map(|name| (name.to_string(), column(name)));
+    Curve {
+        step: lines.iter().filter_map(|line| line.grpo_step()).collect(),
+        columns: columns
+            .filter(|(_, values)| values.iter().any(Option::is_some))
+            .collect(),
+    }
+}
+
+/// Six significant digits: the files are carried around.
+fn short(value: f64) -> f64 {
+    format!("{value:.5e}").parse().unwrap_or(value)
+}
+
+fn nothing(problems: usize) -> Evaluation {
+    let none = Answers(vec![false; problems]);
+    Evaluation {
+        own: none.clone(),
+        trainer: none.clone(),
+        high: none.clone(),
+        w4a4: none,
+    }
+}
+
+/// Lets policies answer the held-out problems.
+struct Judge<'a> {
+    config: &'a Config,
+    problems: Problems,
+    sampling: Sampling,
+}
+
+impl<'a> Judge<'a> {
+    fn new(config: &'a Config) -> Result<Self> {
+        let problems = Problems::draw(config)?;
+        Ok(Self {
+            sampling: Sampling::new(config, &problems)?,
+            config,
+            problems,
+        })
+    }
+
+    fn evaluate(&mut self, checkpoint: &Checkpoint) -> Result<Evaluation> {
+        let (policy, masks) = read_policy(self.config, &self.problems, checkpoint)?;
+        let mut known: Vec<(Precision, Answers)> = Vec::new();
+        let mut answers = |precision: &Precision| -> Result<Answers> {
+            if let Some((_, answers)) = known.iter().find(|(known, _)| known == precision) {
+                return Ok(answers.clone());
+            }
+            let answers = self.answers(&policy, precision, masks.as_ref())?;
+            known.push((precision.clone(), answers.clone()));
+            Ok(answers)
+        };
+        Ok(Evaluation {
+            own: answers(&self.config.rollout.precision)?,
+            trainer: answers(&self.config.learner.precision)?,
+            high: answers(&Precision::High)?,
+            w4a4: answers(&Precision::W4A4)?,
+        })
+    }
+
+    fn answers(&mut self, policy: &Policy, precision: &Precision, masks: Option<&ResidualMasks>) -> Result<Answers> {
+        let (sampler, _) = sync(policy, precision, masks)?;
+        Ok(Answers(self.sampling.answers(&sampler, &self.problems.held_out)?))
+    }
+}
+
+/// Errors of the activations at the end.
+fn layers(_folder: &RunFolder, _config: &Config) -> Result<Vec<LayerError>> {
+    Ok(Vec::new())
+}
