@@ -6,6 +6,7 @@
 #![warn(missing_docs)]
 pub mod arms;
 pub mod assemble;
+pub mod checks;
 pub mod cli;
 pub mod collapse;
 pub mod collect;
