@@ -167,7 +167,8 @@ impl<'a> Judge<'a> {
     }
 
     fn evaluate(&mut self, checkpoint: &Checkpoint) -> Result<Evaluation> {
-        let (policy, masks) = read_policy(self.config, &self.problems, checkpoint)?;
+        let config = self.config;
+        let (policy, masks) = read_policy(config, &self.problems, checkpoint)?;
         let mut known: Vec<(Precision, Answers)> = Vec::new();
         let mut answers = |precision: &Precision| -> Result<Answers> {
             if let Some((_, answers)) = known.iter().find(|(known, _)| known == precision) {
@@ -178,8 +179,8 @@ impl<'a> Judge<'a> {
             Ok(answers)
         };
         Ok(Evaluation {
-            own: answers(&self.config.rollout.precision)?,
-            trainer: answers(&self.config.learner.precision)?,
+            own: answers(&config.rollout.precision)?,
+            trainer: answers(&config.learner.precision)?,
             high: answers(&Precision::High)?,
             w4a4: answers(&Precision::W4A4)?,
         })

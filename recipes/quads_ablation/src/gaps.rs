@@ -7,7 +7,7 @@ use burn_quads::{
     sync::sync,
 };
 use grpo_math::{
-    backend::Policy,
+    backend::{Policy, Sampler},
     checkpoints::Checkpoints,
     config::Config,
     metrics::Position,
@@ -78,7 +78,7 @@ fn gap(
     let temperature = config.rollout.temperature as f32;
     let (packed, _) = sync(policy, rollout, Some(masks))?;
     let engine = sampling.given(&packed, rollouts, config.rollout.routing_replay)?;
-    let scored = |model| token_log_probs(model, &engine, temperature);
+    let scored = |model: &Sampler| token_log_probs(model, &engine, temperature);
     let trainer_log_probs = scored(&trainer_side(policy, trainer)?);
     let engine_log_probs: Vec<f32> = engine.completions.iter().flat_map(|c| c.log_probs.clone()).collect();
     let mismatch = Mismatch::new(&trainer_log_probs, &engine_log_probs);
