@@ -31,4 +31,5 @@ pub use modules::{
     linear::{OuterScaleGroup, QuadsLinear, QuadsLinearConfig},
     moe::QuadsMoe,
     moe_config::QuadsMoeConfig,
+    straight_through::Backward,
 };

@@ -12,3 +12,4 @@ pub mod residual_probe;
 pub mod rotary;
 pub mod router;
 mod seeded_init;
+pub mod straight_through;

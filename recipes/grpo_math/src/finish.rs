@@ -147,10 +147,18 @@ pub fn continue_command(folder: &RunFolder, config: &Config, complete: bool) -> 
         false => format!("'{}'", path.replace('\'', r"'\''")),
     };
     let more = match complete {
-        true => format!(" --set grpo.steps={}", 2 * config.learner.steps),
+        true => format!(" --set grpo.steps={}", steps_to_prolong_to(config.learner.steps)),
         false => String::new(),
     };
     format!("cargo run --release -p grpo_math -- --resume {path}{more}")
+}
+
+/// Twice as many; after a warm-up alone, some.
+fn steps_to_prolong_to(steps: usize) -> usize {
+    match steps {
+        0 => 100,
+        steps => 2 * steps,
+    }
 }
 
 fn read_results(folder: &RunFolder) -> Result<Option<Results>> {

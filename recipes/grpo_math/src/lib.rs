@@ -1,7 +1,7 @@
 //! Parts of the `grpo_math` recipe.
 //!
-//! Reading order: [`start`] (all that can refuse a run), [`run`] (a run from its plan to its last table), [`warmup`] and
-//! [`reinforce`] (its two stages), [`finish`] (the last table); then what they are made of: [`config`], [`problems`]
+//! Reading order: [`start`] (all that can refuse a run), [`run`] (a run from its plan to its last table), [`warmup`] (or
+//! [`warm_start`]) and [`reinforce`] (its two stages), [`finish`] (the last table); then what they are made of: [`config`], [`problems`]
 //! and [`language`] with [`text`],
 //! [`sampling`] and [`scoring`], [`session`] with [`checkpoints`] and [`metrics`], [`charts`], [`plots`] and [`report`]; and
 //! [`gap`], a measurement of its own.
@@ -38,4 +38,5 @@ pub mod session;
 pub mod start;
 pub mod text;
 pub mod times;
+pub mod warm_start;
 pub mod warmup;

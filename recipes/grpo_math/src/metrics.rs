@@ -16,6 +16,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use crate::atomic_write::write_atomically;
+
 /// Pass@1 on the held-out problems, at the rollout's temperature and precision.
 pub const HELD_OUT: &str = "eval/pass@1";
 /// The same with the likeliest token each time.
@@ -204,6 +206,14 @@ impl MetricsFile {
             path: path.into(),
             file: file.with_context(|| format!("cannot write {}", path.display()))?,
         })
+    }
+
+    /// Makes the file of a run that goes on from another's history: it begins with these lines.
+    pub fn begin_with(path: &Path, history: &History) -> Result<Self> {
+        let mut text = fs::read(&history.path).with_context(|| format!("cannot read {}", history.path.display()))?;
+        text.truncate(history.bytes as usize);
+        write_atomically(path, &text)?;
+        Self::create(path)
     }
 
     /// Opens the file of a run that goes on: cuts what comes after its history.

@@ -63,6 +63,9 @@ fn warm_up(config: &Config) -> String {
     if let Some(data) = &config.data {
         return format!("none: the model of {}", data.model.display());
     }
+    if let Some(from) = &config.warmup.from {
+        return format!("that of {}", from.display());
+    }
     format!(
         "supervised, in f32, until {:.0} % of {} validation problems are right (at most {} steps)",
         100.0 * config.warmup.target_accuracy,

@@ -269,7 +269,8 @@ fn in_training(config: &Config, mut policy: Policy, masks: Option<&ResidualMasks
     if let Some(masks) = masks {
         policy = policy.with_residual_masks(masks)?;
     }
-    Ok(policy.with_precision(config.learner.precision.clone())?)
+    let policy = policy.with_precision(config.learner.precision.clone())?;
+    Ok(policy.with_backward(config.learner.backward))
 }
 
 fn batch(rollouts: Rollouts, group_size: usize) -> RolloutBatch {

@@ -58,9 +58,14 @@ impl RunFolder {
         )
     }
 
+    /// What may be the folder of a run.
+    pub fn at(path: &Path) -> Self {
+        Self { path: path.into() }
+    }
+
     /// An existing run's folder and its settings, those of [`RESUMABLE`] perhaps changed by `--set`.
     pub fn open(path: &Path, assignments: &[String]) -> Result<(Self, Config)> {
-        let folder = Self { path: path.into() };
+        let folder = Self::at(path);
         if !folder.config().is_file() {
             bail!("{} is not the folder of a run: it has no config.toml", path.display());
         }

@@ -87,13 +87,17 @@ impl<'a> Session<'a> {
             folder,
             problems,
             resumed,
+            warm,
             ..
         } = start;
         Ok(Self {
             sampling: Sampling::new(config, problems)?,
             checkpoints: Checkpoints::new(folder.checkpoints()),
             metrics: match resumed {
-                None => MetricsFile::create(&folder.metrics())?,
+                None => match warm {
+                    Some(warm) => MetricsFile::begin_with(&folder.metrics(), &warm.history)?,
+                    None => MetricsFile::create(&folder.metrics())?,
+                },
                 Some(resumed) => MetricsFile::resume(&resumed.history)?,
             },
             config,
@@ -219,7 +223,12 @@ pub fn read_optimizer(fresh: Optimizer, policy: &Policy, checkpoint: &Checkpoint
 
 /// Refuses a checkpoint of other settings.
 pub fn check_fingerprint(folder: &RunFolder, config: &Config, checkpoint: &Checkpoint) -> Result<()> {
-    if checkpoint.state.config_fingerprint != config.fingerprint {
+    check_settings(folder, &config.fingerprint, checkpoint)
+}
+
+/// Refuses a checkpoint of other settings than those with this fingerprint.
+pub fn check_settings(folder: &RunFolder, fingerprint: &str, checkpoint: &Checkpoint) -> Result<()> {
+    if checkpoint.state.config_fingerprint != fingerprint {
         bail!(
             "{} is not the one that this run was made with: undo the changes, or start a new run with --config {}",
             folder.config().display(),

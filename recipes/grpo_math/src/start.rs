@@ -12,6 +12,7 @@ use crate::{
     run_folder::RunFolder,
     run_lock::RunLock,
     session::{check_fingerprint, check_problems},
+    warm_start::WarmStart,
 };
 
 /// A run that can begin, or go on.
@@ -25,6 +26,8 @@ pub struct Start {
     pub problems: Problems,
     /// Where it goes on from; absent: it is new.
     pub resumed: Option<Resumed>,
+    /// The warm-up of another run that a new one begins with.
+    pub warm: Option<WarmStart>,
     _lock: RunLock,
 }
 
@@ -45,6 +48,7 @@ impl Start {
         // Before there is a folder: a missing device, or settings that draw too few problems, should leave nothing behind.
         backend::find_device()?;
         let problems = Problems::draw(&config)?;
+        let warm = WarmStart::find(&config)?;
         let folder = RunFolder::create(&config)?;
         Ok(Self {
             _lock: RunLock::take(&folder)?,
@@ -52,6 +56,7 @@ impl Start {
             folder,
             problems,
             resumed: None,
+            warm,
         })
     }
 
@@ -98,6 +103,8 @@ impl Start {
                 first,
                 history,
             }),
+            // Its own first checkpoint has all that the run needs of it.
+            warm: None,
             config,
             folder,
             _lock: lock,

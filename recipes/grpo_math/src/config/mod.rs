@@ -150,6 +150,12 @@ impl Config {
     /// What one setting alone does not show.
     fn check_together(&self, layers: &Layers) -> Result<(), ConfigError> {
         if self.data.is_some() {
+            if self.warmup.from.is_some() {
+                return Err(layers.refuse(
+                    "warmup.from",
+                    "\"\": a model that is loaded (model.folder) has no warm-up",
+                ));
+            }
             return Ok(());
         }
         if self.task.train_problems < self.learner.prompts_per_step {
@@ -178,7 +184,7 @@ impl Config {
 }
 
 /// Of the settings that fix a run's course. What is in the files that they name counts too, but in [`Problems::fingerprint`](crate::problems::Problems::fingerprint).
-fn fingerprint(layers: &Layers) -> String {
+pub fn fingerprint(layers: &Layers) -> String {
     let mut hash = Fingerprint::default();
     // Folders and files may be moved or renamed.
     let paths = [
@@ -187,6 +193,7 @@ fn fingerprint(layers: &Layers) -> String {
         "model.folder",
         "data.train",
         "data.held_out",
+        "warmup.from",
     ];
     let ignored = |key: &str| RESUMABLE.contains(&key) || paths.contains(&key);
     for (key, value) in layers.values().filter(|(key, _)| !ignored(key)) {

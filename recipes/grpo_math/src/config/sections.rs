@@ -60,6 +60,8 @@ impl RunConfig {
 /// `[warmup]`
 #[derive(Clone, Debug)]
 pub struct WarmupConfig {
+    /// The run whose warm-up is used instead, or its checkpoint after that.
+    pub from: Option<PathBuf>,
     /// Stop at this pass@1.
     pub target_accuracy: f64,
     /// Problems that it is measured on.
@@ -76,7 +78,9 @@ pub struct WarmupConfig {
 
 impl WarmupConfig {
     pub(super) fn read(layers: &Layers) -> Result<Self> {
+        let from = layers.text("warmup.from");
         Ok(Self {
+            from: (!from.is_empty()).then(|| from.into()),
             target_accuracy: layers.number("warmup.target_accuracy", "above 0, at most 1", |a| a > 0.0 && a <= 1.0)?,
             validation_problems: layers.count("warmup.validation_problems", 1..=MOST_PROBLEMS)?,
             check_every: layers.count("warmup.check_every", 1..=MANY)?,
