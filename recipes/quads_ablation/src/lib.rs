@@ -21,6 +21,7 @@ pub mod results;
 pub mod scheduler;
 pub mod series;
 pub mod statistics;
+pub mod table;
 pub mod worker;
 
 #[cfg(test)]
