@@ -17,6 +17,7 @@ pub mod list;
 pub mod lock;
 pub mod machine;
 pub mod plan;
+pub mod plots;
 pub mod results;
 pub mod scheduler;
 pub mod series;
