@@ -4,6 +4,7 @@
 //! do) and [`scheduler`] (several processes at once), [`worker`] (what one of them does) with [`gaps`] and [`collect`],
 //! [`files`] and [`layout`] (what it leaves, and where), [`assemble`] and [`results`] (all of it in one file).
 #![warn(missing_docs)]
+pub mod answer;
 pub mod arms;
 pub mod assemble;
 pub mod checks;
@@ -18,6 +19,7 @@ pub mod lock;
 pub mod machine;
 pub mod plan;
 pub mod plots;
+pub mod report;
 pub mod results;
 pub mod scheduler;
 pub mod series;
