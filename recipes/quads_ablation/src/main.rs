@@ -13,8 +13,10 @@ use quads_ablation::{
     lock::Lock,
     machine,
     plan::{self, Plan},
+    report,
     scheduler::{self, Width},
     series::{DECLARED, Declaration, find_arms},
+    table,
     worker::{self, Ended, Work},
 };
 use std::process::ExitCode;
@@ -23,7 +25,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let done = match &cli.command {
         None => run(&cli.run),
-        Some(Command::Report { out, quick }) => report(&cli::out(out.as_ref(), *quick), *quick),
+        Some(Command::Report { out, quick }) => report_what_is_there(&cli::out(out.as_ref(), *quick), *quick),
         Some(Command::Work { work }) => do_work(work),
     };
     match done {
@@ -93,6 +95,7 @@ fn plan(arguments: &RunArgs, declaration: Declaration) -> Result<Plan> {
         layout: Layout::new(arguments.out()),
         series: selected,
         declared: declaration.series,
+        keep_checkpoints: arguments.keep_checkpoints,
         device: arguments
             .device
             .clone()
@@ -116,16 +119,20 @@ fn write_report(plan: &Plan, quick: bool) -> Result<()> {
         return Ok(());
     }
     results.write(&plan.layout.results())?;
+    report::write(&results, plan.layout.out())?;
+    console::out(table::to_text(&results)?);
     console::out(format!("Results: {}", plan.layout.results().display()));
+    console::out(format!("Report:  {}", plan.layout.out().join("report.html").display()));
     Ok(())
 }
 
-fn report(out: &std::path::Path, quick: bool) -> Result<ExitCode> {
+fn report_what_is_there(out: &std::path::Path, quick: bool) -> Result<ExitCode> {
     let declaration = Declaration::read(DECLARED, quick)?;
     let plan = Plan {
         layout: Layout::new(out.into()),
         series: declaration.series.clone(),
         declared: declaration.series,
+        keep_checkpoints: true,
         device: grpo_math::backend::DEVICE.into(),
     };
     let results = assemble::results(&plan.layout, &plan.declared, &plan.device, quick)?;

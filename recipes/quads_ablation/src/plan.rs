@@ -71,6 +71,8 @@ pub struct Plan {
     pub declared: Vec<Series>,
     /// `run.device`
     pub device: String,
+    /// Whether complete arms keep their checkpoints; without it only the last.
+    pub keep_checkpoints: bool,
 }
 
 /// How a value is chosen, in words.
@@ -334,6 +336,7 @@ impl Plan {
                 letter: arm.letter.into(),
                 final_problems: series.final_problems,
                 given_up: given_up.map(String::from),
+                keep_checkpoints: self.keep_checkpoints,
             },
         })
     }

@@ -51,6 +51,8 @@ pub enum Work {
         final_problems: usize,
         /// Why there will be no more steps; evaluates what there is.
         given_up: Option<String>,
+        /// Whether all its checkpoints stay when it is complete; without it only the last.
+        keep_checkpoints: bool,
     },
 }
 
@@ -102,7 +104,14 @@ pub fn work(work: &Work) -> Result<Ended> {
             letter,
             final_problems,
             given_up,
-        } => arm(run, letter, *final_problems, given_up.as_deref(), &stop),
+            keep_checkpoints,
+        } => {
+            let ended = arm(run, letter, *final_problems, given_up.as_deref(), &stop)?;
+            if ended == Ended::Done && given_up.is_none() && !keep_checkpoints {
+                remove_first_checkpoint(run)?;
+            }
+            Ok(ended)
+        }
     }
 }
 
@@ -130,6 +139,15 @@ fn arm(
     arm.complete = given_up.is_none();
     files::write(&arm_file(&run.folder), &arm)?;
     Ok(Ended::Done)
+}
+
+/// The policy after the warm-up is in the warm-up's folder too.
+fn remove_first_checkpoint(run: &Run) -> Result<()> {
+    let first = Checkpoints::new(run.folder.join("checkpoints")).path(Position::Grpo(0));
+    match first.is_dir() {
+        true => fs::remove_dir_all(&first).with_context(|| format!("cannot remove {}", first.display())),
+        false => Ok(()),
+    }
 }
 
 /// Whether a run failed because its numbers did: going on would end the same.
