@@ -13,6 +13,8 @@ use grpo_math::{
     sampling::Sampling,
     session::read_policy,
 };
+use serde::Deserialize;
+use std::fs;
 
 use crate::{
     collapse,
@@ -27,9 +29,9 @@ use crate::{
 pub const COLUMNS: [&str; 32] = [
     "reward/mean",
     "eval/pass@1",
-    "eval/pass@1/trainer",
-    "eval/pass@1/high",
-    "eval/pass@1/w4a4",
+    "eval/trainer/pass@1",
+    "eval/high/pass@1",
+    "eval/w4a4/pass@1",
     "sampling/sampling_logp_difference/mean",
     "sampling/sampling_logp_difference/p99",
     "sampling/sampling_logp_difference/max",
@@ -64,7 +66,6 @@ pub const COLUMNS: [&str; 32] = [
 /// # Errors
 /// When a file of the run cannot be read.
 pub fn arm(run: &Run, letter: &str, final_problems: usize, stopped: Option<String>) -> Result<ArmFile> {
-    let config = run.config()?;
     let (folder, _) = RunFolder::open(&run.folder, &[])?;
     let checkpoints = Checkpoints::new(folder.checkpoints());
     let first = checkpoints.read(Position::Grpo(0))?;
@@ -105,7 +106,7 @@ pub fn arm(run: &Run, letter: &str, final_problems: usize, stopped: Option<Strin
             skipped_updates: last.state.skipped.total,
             collapse: collapse::find(&curve),
             curve,
-            layers: layers(&folder, &config)?,
+            layers: layers(&folder)?,
             wall_s: wall_s(&folder, &last)?,
         },
     })
@@ -117,7 +118,7 @@ fn wall_s(folder: &RunFolder, last: &Checkpoint) -> Result<f64> {
     if !path.exists() {
         return Ok(last.state.elapsed_s);
     }
-    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let results: grpo_math::results::Results =
         serde_json::from_str(&text).with_context(|| format!("cannot read {}", path.display()))?;
     Ok(results.machine.total_s)
@@ -188,11 +189,41 @@ impl<'a> Judge<'a> {
 
     fn answers(&mut self, policy: &Policy, precision: &Precision, masks: Option<&ResidualMasks>) -> Result<Answers> {
         let (sampler, _) = sync(policy, precision, masks)?;
-        Ok(Answers(self.sampling.answers(&sampler, &self.problems.held_out)?))
+        Ok(Answers(self.sampling.sampled(&sampler, &self.problems.held_out)?))
     }
 }
 
-/// Errors of the activations at the end.
-fn layers(_folder: &RunFolder, _config: &Config) -> Result<Vec<LayerError>> {
-    Ok(Vec::new())
+/// A line of `layers.jsonl`; what could not be measured is absent.
+#[derive(Deserialize)]
+struct LayerLine {
+    step: usize,
+    layer: String,
+    error_w4a4: Option<f64>,
+    error_rollout: Option<f64>,
+    largest_over_median: Option<f64>,
+    captured: Option<f64>,
+}
+
+/// Errors of the activations when they were last measured; none where they never were.
+fn layers(folder: &RunFolder) -> Result<Vec<LayerError>> {
+    let path = folder.layers();
+    if !path.exists() {
+        return Ok(Vec::new());
+    }
+    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let lines = text.lines().map(serde_json::from_str);
+    let lines: Vec<LayerLine> = lines
+        .collect::<Result<_, _>>()
+        .with_context(|| format!("cannot read {}", path.display()))?;
+    let last = lines.last().map(|line| line.step);
+    let number = |number: Option<f64>| number.unwrap_or(f64::NAN);
+    let lines = lines.into_iter().filter(|line| Some(line.step) == last);
+    let errors = lines.map(|line| LayerError {
+        layer: line.layer,
+        w4a4: number(line.error_w4a4),
+        own: number(line.error_rollout),
+        channel_ratio: number(line.largest_over_median),
+        captured: number(line.captured),
+    });
+    Ok(errors.collect())
 }
