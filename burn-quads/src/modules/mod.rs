@@ -6,6 +6,7 @@ pub mod experts;
 pub mod linear;
 pub mod moe;
 pub mod moe_config;
+mod outlier_channels;
 pub mod range_probe;
 pub mod residual_masks;
 pub mod residual_probe;

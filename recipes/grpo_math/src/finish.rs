@@ -48,10 +48,11 @@ pub fn evaluate(session: &mut Session<'_>, run: &Reinforced) -> Result<Results> 
     let (before, after) = (accuracy(0)?, accuracy(config.learner.steps)?);
 
     let prompts: Vec<_> = problems.held_out.iter().collect();
-    let rollouts =
-        session
-            .sampling
-            .rollouts(&run.sampler, &prompts, seeds::seed(config.run.seed, "final rollout", 0))?;
+    let rollouts = session.sampling.rollouts(
+        &run.current(config)?,
+        &prompts,
+        seeds::seed(config.run.seed, "final rollout", 0),
+    )?;
     let policy = run.learner.model();
     let trainer = trainer_side(policy, &config.learner.precision)?;
     let replay = config.rollout.routing_replay;
@@ -65,7 +66,7 @@ pub fn evaluate(session: &mut Session<'_>, run: &Reinforced) -> Result<Results> 
             gap_mean: mismatch.mean,
             gap_p99: mismatch.p99,
             gap_max: mismatch.max,
-            accuracy: session.sampling.accuracy(&sampler, &problems.held_out)?,
+            accuracy: session.sampling.accuracy(&sampler, &problems.held_out)?.0,
         });
     }
     Ok(Results {

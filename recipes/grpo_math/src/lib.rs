@@ -36,6 +36,7 @@ pub mod scoring;
 pub mod seeds;
 pub mod session;
 pub mod start;
+pub mod step_lines;
 pub mod text;
 pub mod times;
 pub mod warm_start;

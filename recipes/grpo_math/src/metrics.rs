@@ -26,6 +26,10 @@ pub const HELD_OUT_GREEDY: &str = "eval/greedy";
 pub fn held_out_at(k: usize) -> String {
     format!("eval/pass@{k}")
 }
+/// Pass@1 on the held-out problems, at the rollout's temperature and in another precision.
+pub fn held_out_in(precision: &str) -> String {
+    format!("eval/{precision}/pass@1")
+}
 /// Pass@1 on the validation problems of the warm-up.
 pub const VALIDATION: &str = "validation/pass@1";
 

@@ -99,6 +99,11 @@ impl RunFolder {
         self.path.join("metrics.jsonl")
     }
 
+    /// Which held-out problems were answered right.
+    pub fn answers(&self) -> PathBuf {
+        self.path.join("answers.jsonl")
+    }
+
     /// One folder a checkpoint.
     pub fn checkpoints(&self) -> PathBuf {
         self.path.join("checkpoints")

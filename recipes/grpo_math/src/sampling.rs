@@ -67,17 +67,7 @@ impl Sampling {
     /// Pass@1 at the rollout's temperature, one sample a problem. Every call of a run draws the same random numbers, so that
     /// two policies differ by what they are, not by luck.
     pub fn pass_at_1(&mut self, model: &Sampler, problems: &[Problem]) -> Result<f64> {
-        Ok(mean(
-            self.judged(model, problems, 1, self.params.temperature)?
-                .map(|right| right as f64),
-        ))
-    }
-
-    /// Which problems are answered right, one sample each at the rollout's temperature, with the random numbers of
-    /// [`pass_at_1`](Self::pass_at_1).
-    pub fn answers(&mut self, model: &Sampler, problems: &[Problem]) -> Result<Vec<bool>> {
-        let judged = self.judged(model, problems, 1, self.params.temperature)?;
-        Ok(judged.map(|right| right == 1).collect())
+        Ok(share(&self.judged(model, problems, 1, self.params.temperature)?))
     }
 
     /// What `model` would have returned had it sampled the completions of `rollouts`: their log-probs, and with
@@ -95,31 +85,37 @@ impl Sampling {
         })
     }
 
-    /// Accuracy sampled, `eval.samples` times a problem, and greedy.
-    pub fn accuracy(&mut self, model: &Sampler, problems: &[Problem]) -> Result<Accuracy> {
-        let EvalConfig { samples, pass_at, .. } = self.evaluation;
-        let right: Vec<usize> = self
-            .judged(model, problems, samples, self.params.temperature)?
-            .collect();
-        let estimate = |k| mean(right.iter().map(|right| pass_at_k(samples, *right, k)));
-        Ok(Accuracy {
-            sampled: estimate(1),
+    /// Accuracy sampled, `eval.samples` times a problem, and greedy; and which samples were right, problem after problem.
+    pub fn accuracy(&mut self, model: &Sampler, problems: &[Problem]) -> Result<(Accuracy, Vec<bool>)> {
+        let pass_at = self.evaluation.pass_at;
+        let judged = self.sampled(model, problems)?;
+        let accuracy = Accuracy {
+            sampled: self.pass_at(1, &judged),
             at_k: (pass_at > 1).then(|| PassAtK {
                 k: pass_at,
-                share: estimate(pass_at),
+                share: self.pass_at(pass_at, &judged),
             }),
-            greedy: mean(self.judged(model, problems, 1, 0.0)?.map(|right| right as f64)),
-        })
+            greedy: share(&self.judged(model, problems, 1, 0.0)?),
+        };
+        Ok((accuracy, judged))
     }
 
-    /// How many of `samples` completions of each problem are right.
-    fn judged(
-        &mut self,
-        model: &Sampler,
-        problems: &[Problem],
-        samples: usize,
-        temperature: f32,
-    ) -> Result<impl ExactSizeIterator<Item = usize>> {
+    /// Pass@k of completions, `eval.samples` of each problem, by the unbiased estimator.
+    pub fn pass_at(&self, k: usize, right: &[bool]) -> f64 {
+        let samples = self.evaluation.samples;
+        let right = right
+            .chunks(samples)
+            .map(|samples| samples.iter().filter(|right| **right).count());
+        mean(right.map(|right| pass_at_k(samples, right, k)))
+    }
+
+    /// Which of `eval.samples` completions of each problem are right, problem after problem.
+    pub fn sampled(&mut self, model: &Sampler, problems: &[Problem]) -> Result<Vec<bool>> {
+        self.judged(model, problems, self.evaluation.samples, self.params.temperature)
+    }
+
+    /// Which of `samples` completions of each problem are right, problem after problem.
+    fn judged(&mut self, model: &Sampler, problems: &[Problem], samples: usize, temperature: f32) -> Result<Vec<bool>> {
         let repeated: Vec<&Problem> = problems
             .iter()
             .flat_map(|problem| std::iter::repeat_n(problem, samples))
@@ -131,8 +127,7 @@ impl Sampling {
             ..self.params.clone()
         };
         let rewards = self.sample(model, &repeated, &params)?.rewards;
-        let right = |rewards: &[f32]| rewards.iter().filter(|reward| **reward == 1.0).count();
-        Ok(rewards.chunks(samples).map(right).collect::<Vec<_>>().into_iter())
+        Ok(rewards.iter().map(|reward| *reward == 1.0).collect())
     }
 
     fn sample(&mut self, model: &Sampler, problems: &[&Problem], params: &SamplingParams) -> Result<Rollouts> {
@@ -172,6 +167,11 @@ impl Rollouts {
             .map(|completion| completion.finish == FinishReason::Length)
             .collect()
     }
+}
+
+/// Share of what is true.
+fn share(flags: &[bool]) -> f64 {
+    mean(flags.iter().map(|flag| f64::from(u8::from(*flag))))
 }
 
 /// Mean of a few numbers; 0 of none.

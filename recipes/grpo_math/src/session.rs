@@ -27,10 +27,13 @@ use crate::{
     sampling::Sampling,
     seeds,
     start::Start,
+    step_lines::StepLines,
 };
 
 const MODEL: &str = "model.safetensors";
 const MODEL_CONFIG: &str = "config.json";
+/// The policy that the rollout samples, where it is not the one that is trained.
+const ROLLOUT_MODEL: &str = "rollout_model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const MASKS: &str = "residual_masks.safetensors";
 
@@ -49,6 +52,8 @@ pub struct Session<'a> {
     pub sampling: Sampling,
     /// Its checkpoints.
     pub checkpoints: Checkpoints,
+    /// Which held-out problems were answered right, at the first and the last step.
+    pub answers: StepLines,
     metrics: MetricsFile,
     stop: &'a dyn Fn(Position) -> bool,
     started: Instant,
@@ -61,6 +66,8 @@ pub struct Snapshot<'a> {
     pub position: Position,
     /// The model: f32 masters.
     pub policy: &'a Policy,
+    /// The policy that the next rollouts come from, where it is an older one.
+    pub rollout_policy: Option<&'a Policy>,
     /// Its optimizer.
     pub optimizer: &'a Optimizer,
     /// Updates left out so far.
@@ -93,6 +100,10 @@ impl<'a> Session<'a> {
         Ok(Self {
             sampling: Sampling::new(config, problems)?,
             checkpoints: Checkpoints::new(folder.checkpoints()),
+            answers: match resumed {
+                None => StepLines::new(folder.answers()),
+                Some(resumed) => resumed.answers.clone(),
+            },
             metrics: match resumed {
                 None => match warm {
                     Some(warm) => MetricsFile::begin_with(&folder.metrics(), &warm.history)?,
@@ -145,6 +156,9 @@ impl<'a> Session<'a> {
                     let config = snapshot.policy.config().to_json();
                     write_atomically(&folder.join(MODEL_CONFIG), config.as_bytes())?;
                 }
+            }
+            if let Some(policy) = snapshot.rollout_policy {
+                checkpoint::save(policy, &folder.join(ROLLOUT_MODEL))?;
             }
             optimizer_state::save(snapshot.optimizer, snapshot.policy, &folder.join(OPTIMIZER))?;
             if let Some(masks) = snapshot.masks {
@@ -214,6 +228,12 @@ pub fn read_policy(
     let masks = checkpoint.path.join(MASKS);
     let masks = masks.exists().then(|| ResidualMasks::load(&masks)).transpose()?;
     Ok((policy, masks))
+}
+
+/// The policy that the rollouts after a checkpoint come from, where it is older than the checkpoint's own.
+pub fn read_rollout_policy(config: &Config, problems: &Problems, checkpoint: &Checkpoint) -> Result<Policy> {
+    let blank = model_config(config, problems).init(&Default::default());
+    Ok(checkpoint::load(blank, &checkpoint.path.join(ROLLOUT_MODEL))?)
 }
 
 /// The optimizer of a checkpoint, for the policy read from it.

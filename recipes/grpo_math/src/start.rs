@@ -12,6 +12,7 @@ use crate::{
     run_folder::RunFolder,
     run_lock::RunLock,
     session::{check_fingerprint, check_problems},
+    step_lines::StepLines,
     warm_start::WarmStart,
 };
 
@@ -40,6 +41,8 @@ pub struct Resumed {
     pub first: Option<Checkpoint>,
     /// The lines of `metrics.jsonl` up to the checkpoint.
     pub history: History,
+    /// The lines of `answers.jsonl` up to the checkpoint.
+    pub answers: StepLines,
 }
 
 impl Start {
@@ -102,6 +105,7 @@ impl Start {
                 checkpoint,
                 first,
                 history,
+                answers: StepLines::resume(folder.answers(), position)?,
             }),
             // Its own first checkpoint has all that the run needs of it.
             warm: None,

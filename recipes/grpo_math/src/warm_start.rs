@@ -15,6 +15,10 @@ use crate::{
     warmup::Warm,
 };
 
+/// The checkpoint after a warm-up has them already; one without any can be given them.
+const OUTLIER_CHANNELS: &str = "model.outlier_channels";
+const OUTLIER_GAIN: &str = "model.outlier_gain";
+
 /// The checkpoint that a run begins with in place of a warm-up of its own, read and found to be of the same kind.
 #[derive(Debug)]
 pub struct WarmStart {
@@ -22,6 +26,7 @@ pub struct WarmStart {
     pub history: History,
     checkpoint: Checkpoint,
     accuracy: Option<f64>,
+    outlier_channels: usize,
 }
 
 impl WarmStart {
@@ -52,6 +57,7 @@ impl WarmStart {
         let measured = lines.iter().filter(in_warmup).filter_map(|line| line.get(VALIDATION));
         Ok(Self {
             accuracy: measured.last(),
+            outlier_channels: settings.count(OUTLIER_CHANNELS, 0..=usize::MAX)?,
             history,
             checkpoint,
         })
@@ -64,6 +70,7 @@ impl WarmStart {
             policy,
             steps: self.checkpoint.state.warmup_steps,
             accuracy: self.accuracy,
+            outlier_channels: self.outlier_channels,
         })
     }
 }
@@ -89,10 +96,12 @@ fn folder_of_run(path: &Path) -> Result<PathBuf> {
 fn check_agreement(config: &Config, theirs: &Layers, path: &Path) -> Result<()> {
     let mut ours = Layers::defaults();
     ours.lay_text(&config.toml, "this run's settings")?;
+    let plain = theirs.count(OUTLIER_CHANNELS, 0..=usize::MAX)? == 0;
     let theirs: BTreeMap<_, _> = theirs.values().collect();
     for (key, value) in ours.values() {
         let decides = key == "run.seed" || key.starts_with("model.") || key.starts_with("task.");
-        if decides && theirs.get(key) != Some(&value) {
+        let free = plain && [OUTLIER_CHANNELS, OUTLIER_GAIN].contains(&key);
+        if decides && !free && theirs.get(key) != Some(&value) {
             bail!("{key} = {value}: expected {}, as in {}", theirs[key], path.display());
         }
     }

@@ -81,6 +81,51 @@ fn it_goes_on_without_the_other_run() {
 }
 
 #[test]
+fn outlier_channels_are_put_in_once() {
+    let (own, plain, theirs) = (
+        folder("outliers_own"),
+        folder("outliers_plain"),
+        folder("outliers_theirs"),
+    );
+    let outliers = ["model.outlier_channels=2", "grpo.steps=2"];
+    let high = ["trainer.precision=high", "rollout.precision=high"];
+    let model = |folder: &Path| checkpoint_file(&folder.join("run"), "step_0000", "model.safetensors");
+    let warmed = warmed(&plain);
+    succeed(&mut command(&own, &[&outliers[..], &high].concat()));
+    assert!(model(&own) != model(&plain), "some channels are larger");
+    // A plain warm-up is given them; one that has them keeps them.
+    succeed(&mut command(
+        &theirs,
+        &[&outliers[..], &high, &[&from(&warmed)]].concat(),
+    ));
+    assert!(model(&own) == model(&theirs));
+    let again = folder("outliers_again");
+    succeed(&mut command(
+        &again,
+        &[&outliers[..], &high, &[&from(&theirs.join("run"))]].concat(),
+    ));
+    assert!(model(&own) == model(&again));
+    assert_eq!(metrics(&own.join("run")), metrics(&again.join("run")));
+    // In high precision nothing has changed before the first step.
+    let first = |folder: &Path| {
+        let lines = lines(&folder.join("run"));
+        lines.into_iter().find(|line| line["stage"] == "grpo").unwrap()["eval/pass@1"].clone()
+    };
+    assert_eq!(first(&own), first(&plain));
+    let refused = command(
+        &folder("outliers_other"),
+        &["model.outlier_channels=1", &from(&theirs.join("run"))],
+    )
+    .output()
+    .unwrap();
+    let said = text(&refused);
+    assert!(
+        said.contains("model.outlier_channels = 1: expected 2, as in "),
+        "{said}"
+    );
+}
+
+#[test]
 fn another_model_task_or_seed_is_refused_by_its_setting() {
     let (theirs, arm) = (folder("warm_other"), folder("warm_refused"));
     let run = warmed(&theirs);

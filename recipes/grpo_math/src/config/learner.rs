@@ -3,8 +3,8 @@ use burn_nvfp4::Precision;
 use burn_quads::{
     Backward,
     grpo::{
-        Correction, CorrectionMode, GrpoConfig, LossConfig, LossKind, LrSchedule, LrShape, OptimizerConfig, Overlong,
-        OverlongMode, ScaleRewards,
+        Correction, CorrectionMode, GrpoConfig, LossConfig, LossKind, LrSchedule, LrShape, OldLogProbs,
+        OptimizerConfig, Overlong, OverlongMode, ScaleRewards,
     },
 };
 
@@ -51,6 +51,7 @@ impl LearnerConfig {
             ("sequence_mask", CorrectionMode::SequenceMask),
             ("sequence_mask_mean", CorrectionMode::SequenceMaskMean),
         ];
+        let old_log_probs = [("trainer", OldLogProbs::Trainer), ("rollout", OldLogProbs::Rollout)];
         let truncated = [("keep", OverlongMode::Keep), ("mask", OverlongMode::Mask)];
         let backwards = [
             ("quantized", Backward::Quantized),
@@ -84,6 +85,7 @@ impl LearnerConfig {
                 beta: not_negative("grpo.kl_coefficient")? as f32,
                 ..LossConfig::default()
             },
+            old_log_probs: layers.choice("grpo.old_log_probs", &old_log_probs)?,
             correction: Correction {
                 mode: layers.choice("grpo.correction", &corrections)?,
                 ..Correction::default()

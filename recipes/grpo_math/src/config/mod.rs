@@ -19,7 +19,7 @@ pub use layers::{DEFAULTS, Layers};
 pub use learner::LearnerConfig;
 pub use model::ModelConfig;
 pub use precision::{PRECISIONS, RacConfig, precision, precision_name};
-pub use sections::{CheckpointConfig, EvalConfig, MismatchConfig, RolloutConfig, RunConfig, WarmupConfig};
+pub use sections::{CheckpointConfig, EvalConfig, MismatchConfig, OWN, RolloutConfig, RunConfig, WarmupConfig};
 pub use task::TaskConfig;
 
 use std::path::{Path, PathBuf};
@@ -149,6 +149,16 @@ impl Config {
 
     /// What one setting alone does not show.
     fn check_together(&self, layers: &Layers) -> Result<(), ConfigError> {
+        // New masks of an old policy would belong to neither.
+        let sync_every = self.rollout.sync_every;
+        if !self.rac.recalibrate_every.is_multiple_of(sync_every) {
+            let expected = format!("0, or a multiple of rollout.sync_every = {sync_every}");
+            return Err(layers.refuse("rac.recalibrate_every", expected));
+        }
+        let width = self.model.shape().hidden_size;
+        if self.data.is_none() && self.model.outlier_channels > width {
+            return Err(layers.refuse("model.outlier_channels", format!("at most {width}, model.hidden_size")));
+        }
         if self.data.is_some() {
             if self.warmup.from.is_some() {
                 return Err(layers.refuse(
@@ -263,6 +273,10 @@ mod tests {
                 "rollout.max_new_tokens = 4 (from --set): expected at least 5",
             ),
             (
+                "rollout.sync_every=0",
+                "rollout.sync_every = 0 (from --set): expected a whole number from 1 to",
+            ),
+            (
                 "rac.fraction=0",
                 "rac.fraction = 0.0 (from --set): expected a number, above 0, at most 1",
             ),
@@ -285,6 +299,19 @@ mod tests {
             ("model.head_dim=15", "model.head_dim = 15 (from --set): expected"),
             ("model.hidden_size=72", "model.hidden_size = 72 (from --set): expected"),
             (
+                "model.outlier_channels=65",
+                "model.outlier_channels = 65 (from --set): expected at most 64, model.hidden_size",
+            ),
+            (
+                "eval.precisions=own, bf16",
+                "eval.precisions = \"own, bf16\" (from --set): expected names out of own, trainer, high, w4a16, w4a4, \
+                 w4a4_rac, fp8, not \"bf16\"",
+            ),
+            (
+                "model.outlier_gain=0",
+                "model.outlier_gain = 0.0 (from --set): expected a number, above 0",
+            ),
+            (
                 "model.num_experts_per_tok=5",
                 "model.num_experts_per_tok = 5 (from --set): expected",
             ),
@@ -292,6 +319,30 @@ mod tests {
             let error = load(&[assignment]).expect_err(assignment).to_string();
             assert!(error.starts_with(expected), "{assignment}: {error}");
         }
+    }
+
+    #[test]
+    fn precisions_of_an_evaluation_are_a_list_of_names() {
+        use burn_nvfp4::Precision;
+        let read = |list: &str| load(&[&format!("eval.precisions={list}")]).unwrap().eval.precisions;
+        let named = |name: &str, precision| (name.to_string(), precision);
+        assert_eq!(read("own"), []);
+        assert_eq!(read(""), []);
+        let both = [named("high", Precision::High), named("trainer", Precision::W4A16)];
+        for list in ["high trainer", "own,high,trainer", "high, own,  trainer, high"] {
+            assert_eq!(read(list), both, "{list}");
+        }
+    }
+
+    #[test]
+    fn masks_are_remade_only_where_the_rollout_is_synced() {
+        let load = |every: usize| {
+            load(&["rollout.sync_every=2", &format!("rac.recalibrate_every={every}")]).map(|config| config.fingerprint)
+        };
+        assert!(load(0).is_ok() && load(4).is_ok());
+        let error = load(3).unwrap_err().to_string();
+        let expected = "rac.recalibrate_every = 3 (from --set): expected 0, or a multiple of rollout.sync_every = 2";
+        assert_eq!(error, expected);
     }
 
     #[test]
