@@ -3,9 +3,10 @@
 //! Reading order: [`backend`] (operations with straight-through gradients), [`modules`] (layers and the model),
 //! [`sync`] (trainer to rollout), [`rollout`] (sampling), [`tasks`] (generated problems), [`dataset`] and [`rewards`]
 //! (problems in free text), [`text`] (tokenizers and chat templates), [`checkpoint`] (models in and out), [`grpo`]
-//! (learning), [`mismatch`] (how far the two sides differ), [`input_ranges`] (what inference engines ask for besides).
+//! (learning), [`mismatch`] (how far the two sides differ), [`activation_errors`] (where in the model), [`input_ranges`] (what inference engines ask for besides).
 #![warn(missing_docs)]
 
+pub mod activation_errors;
 pub mod backend;
 pub mod calibrate;
 pub mod causal_lm;

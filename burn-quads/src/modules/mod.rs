@@ -2,6 +2,7 @@
 pub mod activation_site;
 pub mod attention;
 pub mod decoder_layer;
+pub mod error_probe;
 pub mod experts;
 pub mod linear;
 pub mod moe;

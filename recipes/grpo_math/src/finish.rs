@@ -16,12 +16,13 @@ use crate::{
     run_folder::RunFolder,
     scoring::{mismatch, trainer_side},
     seeds,
-    session::Session,
+    session::{Session, Stage},
 };
 
 /// Evaluates the final policy: accuracy on the held-out problems in every precision, and on the final rollouts each
-/// precision's gap to the trainer.
-pub fn evaluate(session: &mut Session<'_>, run: &Reinforced) -> Result<Results> {
+/// precision's gap to the trainer. Stops before the next precision when somebody wants it to: the checkpoint of the last step
+/// is saved.
+pub fn evaluate(session: &mut Session<'_>, run: &Reinforced) -> Result<Stage<Results>> {
     let (config, problems) = (session.config, session.problems);
     let temperature = config.rollout.temperature as f32;
     let lines = metrics::read(&session.folder.metrics())?;
@@ -58,6 +59,10 @@ pub fn evaluate(session: &mut Session<'_>, run: &Reinforced) -> Result<Results> 
     let replay = config.rollout.routing_replay;
     let mut precisions = Vec::new();
     for name in PRECISIONS {
+        let last = Position::Grpo(config.learner.steps);
+        if session.stop_after(last) {
+            return Ok(Stage::Stopped(last));
+        }
         let precision = precision(name, config.rac.rac).expect("a name of the list");
         let (sampler, _) = sync(policy, &precision, run.masks.as_ref())?;
         let mismatch = mismatch(&trainer, &sampler, &rollouts, temperature, replay);
@@ -69,7 +74,7 @@ pub fn evaluate(session: &mut Session<'_>, run: &Reinforced) -> Result<Results> 
             accuracy: session.sampling.accuracy(&sampler, &problems.held_out)?.0,
         });
     }
-    Ok(Results {
+    Ok(Stage::Done(Results {
         seed: config.run.seed,
         warmup_steps: run.warmup_steps,
         grpo_steps: config.learner.steps,
@@ -84,7 +89,7 @@ pub fn evaluate(session: &mut Session<'_>, run: &Reinforced) -> Result<Results> 
             total_s: session.elapsed(),
             peak_memory_mb: peak_memory::megabytes(),
         },
-    })
+    }))
 }
 
 /// Whether a process is working on a run.

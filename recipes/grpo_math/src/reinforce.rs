@@ -1,8 +1,9 @@
 //! GRPO on quantized rollouts: sample, reward, learn, pack the new weights.
 use anyhow::{Result, bail};
 use burn::module::AutodiffModule;
-use burn_nvfp4::Selection;
+use burn_nvfp4::{Precision, Selection};
 use burn_quads::{
+    activation_errors::ActivationError,
     grpo::{Learner, RolloutBatch},
     mismatch::Decomposition,
     modules::residual_masks::ResidualMasks,
@@ -21,7 +22,10 @@ use crate::{
     sampling::Rollouts,
     scoring::{token_log_probs, weights_and_activations},
     seeds,
-    session::{Session, Snapshot, Stage, calibrate, needs_masks, read_optimizer, read_policy, read_rollout_policy},
+    session::{
+        Session, Snapshot, Stage, calibrate, calibration_sequences, needs_masks, read_optimizer, read_policy,
+        read_rollout_policy,
+    },
     start::Resumed,
     times::Times,
     warmup::Warm,
@@ -43,6 +47,17 @@ struct Answers<'a> {
     precision: &'a str,
     /// 1 for a right completion, else 0: `eval.samples` of the first held-out problem, then of the second, and so on.
     right: String,
+}
+
+/// A line of `layers.jsonl`.
+#[derive(Serialize)]
+struct LayerLine<'a> {
+    step: usize,
+    layer: &'a str,
+    error_w4a4: Option<f64>,
+    error_rollout: Option<f64>,
+    largest_over_median: Option<f64>,
+    captured: Option<f64>,
 }
 
 /// The learner of this stage.
@@ -138,8 +153,15 @@ impl Reinforced {
             evaluation_metrics(&mut line, config, Some(&evaluation));
             line.push("time/eval_s", evaluation.seconds);
             session.record(&line)?;
+            if config.mismatch.layers_every > 0 {
+                self.measure_layers(session)?;
+            }
             session.save(&self.snapshot(config))?;
             held_out = Some(evaluation.accuracy.sampled);
+            if steps > 0 && session.stop_after(Position::Grpo(0)) {
+                progress.finish();
+                return Ok(Stage::Stopped(Position::Grpo(0)));
+            }
         }
         while self.step < steps {
             let mut line = MetricsLine::new(Position::Grpo(self.step + 1));
@@ -150,6 +172,9 @@ impl Reinforced {
             evaluation_metrics(&mut line, config, evaluation.as_ref());
             times.push_to(&mut line, evaluation.as_ref().map(|evaluation| evaluation.seconds));
             session.record(&line)?;
+            if config.mismatch.layers_every > 0 && every(config.mismatch.layers_every, self.step) {
+                self.measure_layers(session)?;
+            }
 
             held_out = evaluation.map(|evaluation| evaluation.accuracy.sampled).or(held_out);
             let number = |name: &str| line.get(name).unwrap_or(f64::NAN);
@@ -253,8 +278,8 @@ impl Reinforced {
         let policy = self.synced.as_ref().unwrap_or(self.learner.model());
         let (packed, _) = sync(policy, &mixed, self.masks.as_ref())?;
         Ok(Some((
-            token_log_probs(&packed, rollouts, temperature),
-            token_log_probs(&self.sampler, rollouts, temperature),
+            token_log_probs(&packed, rollouts, temperature, config.rollout.routing_replay),
+            token_log_probs(&self.sampler, rollouts, temperature, config.rollout.routing_replay),
         )))
     }
 
@@ -324,6 +349,34 @@ impl Reinforced {
             others: others.collect(),
             seconds: started.elapsed().as_secs_f64(),
         })
+    }
+
+    /// Writes what the rollout's precision does to each layer's activations, on the prompts and answers that masks are
+    /// calibrated on.
+    fn measure_layers(&self, session: &mut Session<'_>) -> Result<()> {
+        let config = session.config;
+        let mut model = self.learner.model().valid();
+        if let Some(masks) = &self.masks {
+            model = model.with_residual_masks(masks)?;
+        }
+        let errors = ActivationError::measure(
+            // As the rollout's matmuls see them: 4-bit weights upstream.
+            &model.with_precision(Precision::W4A16)?,
+            &config.rollout.precision,
+            &config.rac.rac,
+            &calibration_sequences(config, session.problems)?,
+            256,
+        )?;
+        let finite = |number: f64| Some(number).filter(|number| number.is_finite());
+        let lines = errors.iter().map(|error| LayerLine {
+            step: self.step,
+            layer: &error.layer,
+            error_w4a4: finite(error.w4a4),
+            error_rollout: finite(error.precision),
+            largest_over_median: error.largest_over_median.and_then(finite),
+            captured: finite(error.captured),
+        });
+        session.layers.write(&lines.collect::<Vec<_>>())
     }
 
     fn snapshot(&self, config: &Config) -> Snapshot<'_> {

@@ -26,7 +26,7 @@ pub enum Outcome {
     Stopped(Position),
 }
 
-/// Runs to the end, or until `stop` says so after a step; from the beginning or from a checkpoint. Prints as it goes.
+/// Runs to the end, or until `stop` says so after a step or an evaluation; from the beginning or from a checkpoint. Prints as it goes.
 pub fn run(start: &Start, stop: &dyn Fn(Position) -> bool) -> Result<Outcome> {
     let Start {
         config,
@@ -81,7 +81,10 @@ pub fn run(start: &Start, stop: &dyn Fn(Position) -> bool) -> Result<Outcome> {
     if let Stage::Stopped(at) = reinforced.train(&mut session)? {
         return stopped(at);
     }
-    let results = finish::evaluate(&mut session, &reinforced)?;
+    let results = match finish::evaluate(&mut session, &reinforced)? {
+        Stage::Stopped(at) => return stopped(at),
+        Stage::Done(results) => results,
+    };
     write_atomically(&folder.results(), serde_json::to_string_pretty(&results)?.as_bytes())?;
     finish::write_report(folder, config, problems, finish::Activity::Over)?;
     let exported = match &problems.language {

@@ -104,6 +104,11 @@ impl RunFolder {
         self.path.join("answers.jsonl")
     }
 
+    /// The error of every layer's quantized activations.
+    pub fn layers(&self) -> PathBuf {
+        self.path.join("layers.jsonl")
+    }
+
     /// One folder a checkpoint.
     pub fn checkpoints(&self) -> PathBuf {
         self.path.join("checkpoints")

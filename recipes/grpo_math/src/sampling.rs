@@ -48,7 +48,8 @@ impl Sampling {
                 max_new_tokens: config.rollout.max_new_tokens,
                 eos_token_ids: problems.language.eos_token_ids(),
                 seed: 0,
-                record_routing: config.rollout.routing_replay,
+                // For replay, or to count the tokens that the trainer routes differently.
+                record_routing: true,
             },
             evaluation_seed: seeds::seed(config.run.seed, "evaluation", 0),
             evaluation: config.eval.clone(),

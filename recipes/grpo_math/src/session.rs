@@ -54,6 +54,8 @@ pub struct Session<'a> {
     pub checkpoints: Checkpoints,
     /// Which held-out problems were answered right, at the first and the last step.
     pub answers: StepLines,
+    /// What quantization does to each layer's activations (`mismatch.layers_every`).
+    pub layers: StepLines,
     metrics: MetricsFile,
     stop: &'a dyn Fn(Position) -> bool,
     started: Instant,
@@ -103,6 +105,10 @@ impl<'a> Session<'a> {
             answers: match resumed {
                 None => StepLines::new(folder.answers()),
                 Some(resumed) => resumed.answers.clone(),
+            },
+            layers: match resumed {
+                None => StepLines::new(folder.layers()),
+                Some(resumed) => resumed.layers.clone(),
             },
             metrics: match resumed {
                 None => match warm {
@@ -283,6 +289,15 @@ pub fn needs_masks(precision: &Precision) -> bool {
 /// Residual masks of a policy, calibrated on training problems with their answers.
 pub fn calibrate(config: &Config, problems: &Problems, policy: &Policy) -> Result<ResidualMasks> {
     let rac = config.rac.rac;
+    // As the rollout's matmuls see them: 4-bit weights upstream.
+    let model = policy.clone().valid().with_precision(Precision::W4A16)?;
+    let calibrator = Calibrator::new(&model);
+    calibrator.run(&calibration_sequences(config, problems)?, 256);
+    Ok(calibrator.masks(rac.granularity, rac.fraction)?)
+}
+
+/// Training problems with their answers, as the model reads them.
+pub fn calibration_sequences(config: &Config, problems: &Problems) -> Result<Vec<Vec<u32>>> {
     let mut sequences = Vec::new();
     for problem in problems.training.iter().take(config.rac.calibration_prompts) {
         let mut sequence = problems.language.prompt(problem)?;
@@ -291,9 +306,5 @@ pub fn calibrate(config: &Config, problems: &Problems, policy: &Policy) -> Resul
         sequence.pop();
         sequences.push(sequence);
     }
-    // As the rollout's matmuls see them: 4-bit weights upstream.
-    let model = policy.clone().valid().with_precision(Precision::W4A16)?;
-    let calibrator = Calibrator::new(&model);
-    calibrator.run(&sequences, 256);
-    Ok(calibrator.masks(rac.granularity, rac.fraction)?)
+    Ok(sequences)
 }

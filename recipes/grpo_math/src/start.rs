@@ -43,6 +43,8 @@ pub struct Resumed {
     pub history: History,
     /// The lines of `answers.jsonl` up to the checkpoint.
     pub answers: StepLines,
+    /// Those of `layers.jsonl`.
+    pub layers: StepLines,
 }
 
 impl Start {
@@ -106,6 +108,7 @@ impl Start {
                 first,
                 history,
                 answers: StepLines::resume(folder.answers(), position)?,
+                layers: StepLines::resume(folder.layers(), position)?,
             }),
             // Its own first checkpoint has all that the run needs of it.
             warm: None,

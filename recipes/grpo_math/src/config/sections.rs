@@ -137,6 +137,8 @@ pub struct MismatchConfig {
     pub warn_above: f64,
     /// Steps between two decompositions; 0: never.
     pub decompose_every: usize,
+    /// Steps between two measurements of every layer's activations; 0: never.
+    pub layers_every: usize,
 }
 
 impl MismatchConfig {
@@ -144,6 +146,7 @@ impl MismatchConfig {
         Ok(Self {
             warn_above: layers.number("mismatch.warn_above", "0 or more", |gap| gap >= 0.0)?,
             decompose_every: layers.count("mismatch.decompose_every", 0..=MANY)?,
+            layers_every: layers.count("mismatch.layers_every", 0..=MANY)?,
         })
     }
 }
