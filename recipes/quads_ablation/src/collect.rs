@@ -55,8 +55,8 @@ pub const COLUMNS: [&str; 32] = [
     "actor/updates",
     "actor/ppo_kl",
     "skipped_steps",
-    "routing/flip_rate",
-    "routing/token_flip_rate",
+    "mismatch/route_flip_rate",
+    "mismatch/route_flip_token_rate",
     "response_length/mean",
     "response_length/clip_ratio",
 ];

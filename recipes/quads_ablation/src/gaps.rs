@@ -12,6 +12,7 @@ use grpo_math::{
     config::Config,
     metrics::Position,
     problems::Problems,
+    reinforce::with_outliers,
     run_folder::RunFolder,
     sampling::{Rollouts, Sampling},
     scoring::{token_log_probs, trainer_side, weights_and_activations},
@@ -37,7 +38,9 @@ pub fn measure(warmup: &Path, name: &str, assignments: &[String], completions: u
     let problems = Problems::draw(&config)?;
     let (folder, _) = RunFolder::open(warmup, &[])?;
     let checkpoint = Checkpoints::new(folder.checkpoints()).read(Position::Grpo(0))?;
+    // As the arms begin with it.
     let (policy, _) = read_policy(&config, &problems, &checkpoint)?;
+    let policy = with_outliers(&config, policy, 0)?;
     let held_out = problems.more_held_out(completions, "gap problems")?;
     let held_out: Vec<_> = held_out.iter().collect();
     let mut sampling = Sampling::new(&config, &problems)?;
@@ -77,8 +80,9 @@ fn gap(
     let (trainer, rollout) = (&config.learner.precision, &config.rollout.precision);
     let temperature = config.rollout.temperature as f32;
     let (packed, _) = sync(policy, rollout, Some(masks))?;
-    let engine = sampling.given(&packed, rollouts, config.rollout.routing_replay)?;
-    let scored = |model: &Sampler| token_log_probs(model, &engine, temperature);
+    let replay = config.rollout.routing_replay;
+    let engine = sampling.given(&packed, rollouts, replay)?;
+    let scored = |model: &Sampler| token_log_probs(model, &engine, temperature, replay);
     let trainer_log_probs = scored(&trainer_side(policy, trainer)?);
     let engine_log_probs: Vec<f32> = engine.completions.iter().flat_map(|c| c.log_probs.clone()).collect();
     let mismatch = Mismatch::new(&trainer_log_probs, &engine_log_probs);
