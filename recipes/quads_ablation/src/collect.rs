@@ -11,7 +11,7 @@ use grpo_math::{
     problems::Problems,
     run_folder::RunFolder,
     sampling::Sampling,
-    session::read_policy,
+    session::{calibrate, needs_masks, read_policy},
 };
 use serde::Deserialize;
 use std::fs;
@@ -22,6 +22,7 @@ use crate::{
     machine,
     results::{Answers, ArmRun, Curve, Evaluation, LayerError},
     series::all_settings,
+    warm,
     worker::Run,
 };
 
@@ -61,14 +62,19 @@ pub const COLUMNS: [&str; 32] = [
     "response_length/clip_ratio",
 ];
 
-/// Reads a run that has ended, and judges its policy before the first and after the last step.
+/// Reads a run that has ended, and judges its policy before the first and after the last step. `None` where it was to stop.
 ///
 /// # Errors
 /// When a file of the run cannot be read.
-pub fn arm(run: &Run, letter: &str, final_problems: usize, stopped: Option<String>) -> Result<ArmFile> {
+pub fn arm(
+    run: &Run,
+    letter: &str,
+    final_problems: usize,
+    stopped: Option<String>,
+    stop: &dyn Fn() -> bool,
+) -> Result<Option<ArmFile>> {
     let (folder, _) = RunFolder::open(&run.folder, &[])?;
     let checkpoints = Checkpoints::new(folder.checkpoints());
-    let first = checkpoints.read(Position::Grpo(0))?;
     let last = checkpoints.newest()?.0.context("a run that has begun has a checkpoint")?;
     let lines = metrics::read(&folder.metrics())?;
     let lines: Vec<_> = lines.iter().filter(|line| line.grpo_step().is_some()).collect();
@@ -77,30 +83,38 @@ pub fn arm(run: &Run, letter: &str, final_problems: usize, stopped: Option<Strin
 
     // More problems than the curve is made with, drawn the same way for all arms.
     let judging = run.config_with(&[format!("eval.problems={final_problems}")])?;
-    let mut judge = Judge::new(&judging)?;
-    let start = judge.evaluate(&first);
-    let end = judge.evaluate(&last);
+    let mut judge = Judge::new(&judging, stop)?;
+    let warmup = judging.warmup.from.as_deref().context("an arm begins with a warm-up")?;
+    let (policy, _) = warm::policy(&judging, &judge.problems, warmup)?;
+    let masks = needs_masks(&judging.rollout.precision).then(|| calibrate(&judging, &judge.problems, &policy));
+    let Some(start) = judge.evaluate(&policy, masks.transpose()?.as_ref())? else {
+        return Ok(None);
+    };
+    let end = read_policy(&judging, &judge.problems, &last)
+        .and_then(|(policy, masks)| judge.evaluate(&policy, masks.as_ref()));
+    let end = match end {
+        Ok(Some(end)) => end,
+        Ok(None) => return Ok(None),
+        // A policy that cannot be sampled answers nothing.
+        Err(error) if stopped.is_some() => {
+            console::err(format!("No answers: {}", console::explain(&error)));
+            nothing(judge.problems.held_out.len())
+        }
+        Err(error) => return Err(error),
+    };
     let checkpoint = match last.state.position {
         Position::Grpo(step) if step < steps => format!(" (judged by its checkpoint of step {step})"),
         _ => String::new(),
     };
-    Ok(ArmFile {
+    Ok(Some(ArmFile {
         complete: true,
         settings: all_settings(&run.assignments)?,
         warmup_steps: last.state.warmup_steps,
         processor: machine::processor(),
         run: ArmRun {
             arm: letter.into(),
-            start: start?,
-            end: match end {
-                Ok(end) => end,
-                // A policy that cannot be sampled answers nothing.
-                Err(error) if stopped.is_some() => {
-                    console::err(format!("No answers: {}", console::explain(&error)));
-                    nothing(judge.problems.held_out.len())
-                }
-                Err(error) => return Err(error),
-            },
+            start,
+            end,
             steps,
             stopped: stopped.map(|reason| format!("{reason}{checkpoint}")),
             skipped_updates: last.state.skipped.total,
@@ -109,7 +123,7 @@ pub fn arm(run: &Run, letter: &str, final_problems: usize, stopped: Option<Strin
             layers: layers(&folder)?,
             wall_s: wall_s(&folder, &last)?,
         },
-    })
+    }))
 }
 
 /// Wall time of a run, its last table included where there is one.
@@ -155,41 +169,52 @@ struct Judge<'a> {
     config: &'a Config,
     problems: Problems,
     sampling: Sampling,
+    stop: &'a dyn Fn() -> bool,
 }
 
 impl<'a> Judge<'a> {
-    fn new(config: &'a Config) -> Result<Self> {
+    fn new(config: &'a Config, stop: &'a dyn Fn() -> bool) -> Result<Self> {
         let problems = Problems::draw(config)?;
         Ok(Self {
             sampling: Sampling::new(config, &problems)?,
             config,
             problems,
+            stop,
         })
     }
 
-    fn evaluate(&mut self, checkpoint: &Checkpoint) -> Result<Evaluation> {
+    /// In all precisions; `None` where it was to stop.
+    fn evaluate(&mut self, policy: &Policy, masks: Option<&ResidualMasks>) -> Result<Option<Evaluation>> {
         let config = self.config;
-        let (policy, masks) = read_policy(config, &self.problems, checkpoint)?;
-        let mut known: Vec<(Precision, Answers)> = Vec::new();
-        let mut answers = |precision: &Precision| -> Result<Answers> {
-            if let Some((_, answers)) = known.iter().find(|(known, _)| known == precision) {
-                return Ok(answers.clone());
+        let wanted = [
+            &config.rollout.precision,
+            &config.learner.precision,
+            &Precision::High,
+            &Precision::W4A4,
+        ];
+        let mut known: Vec<(&Precision, Answers)> = Vec::new();
+        for precision in wanted {
+            if known.iter().any(|(known, _)| *known == precision) {
+                continue;
             }
-            let answers = self.answers(&policy, precision, masks.as_ref())?;
-            known.push((precision.clone(), answers.clone()));
-            Ok(answers)
+            if (self.stop)() {
+                return Ok(None);
+            }
+            let (sampler, _) = sync(policy, precision, masks)?;
+            let answers = self.sampling.sampled(&sampler, &self.problems.held_out)?;
+            known.push((precision, Answers(answers)));
+        }
+        let answers = |precision: &Precision| {
+            let answers = known.iter().find(|(known, _)| *known == precision);
+            answers.expect("all that are wanted are known").1.clone()
         };
-        Ok(Evaluation {
-            own: answers(&config.rollout.precision)?,
-            trainer: answers(&config.learner.precision)?,
-            high: answers(&Precision::High)?,
-            w4a4: answers(&Precision::W4A4)?,
-        })
-    }
-
-    fn answers(&mut self, policy: &Policy, precision: &Precision, masks: Option<&ResidualMasks>) -> Result<Answers> {
-        let (sampler, _) = sync(policy, precision, masks)?;
-        Ok(Answers(self.sampling.sampled(&sampler, &self.problems.held_out)?))
+        let [own, trainer, high, w4a4] = wanted.map(answers);
+        Ok(Some(Evaluation {
+            own,
+            trainer,
+            high,
+            w4a4,
+        }))
     }
 }
 

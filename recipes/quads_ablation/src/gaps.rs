@@ -8,16 +8,12 @@ use burn_quads::{
 };
 use grpo_math::{
     backend::{Policy, Sampler},
-    checkpoints::Checkpoints,
     config::Config,
-    metrics::Position,
     problems::Problems,
-    reinforce::with_outliers,
-    run_folder::RunFolder,
     sampling::{Rollouts, Sampling},
     scoring::{token_log_probs, trainer_side, weights_and_activations},
     seeds,
-    session::{calibrate, read_policy},
+    session::calibrate,
 };
 use burn_nvfp4::Precision;
 use std::path::Path;
@@ -27,39 +23,46 @@ use crate::{
     files::GapsFile,
     results::Gap,
     series::all_settings,
+    warm,
 };
 
-/// Measures the gaps at the end of the warm-up in a folder, under the settings of a series.
+/// Measures the gaps at the end of the warm-up in a folder, under the settings of a series. `None` where it was to stop.
 ///
 /// # Errors
 /// When the warm-up has no whole checkpoint, or cannot be sampled.
-pub fn measure(warmup: &Path, name: &str, assignments: &[String], completions: usize) -> Result<GapsFile> {
+pub fn measure(
+    warmup: &Path,
+    name: &str,
+    assignments: &[String],
+    completions: usize,
+    stop: &dyn Fn() -> bool,
+) -> Result<Option<GapsFile>> {
     let config = Config::load(None, assignments)?;
     let problems = Problems::draw(&config)?;
-    let (folder, _) = RunFolder::open(warmup, &[])?;
-    let checkpoint = Checkpoints::new(folder.checkpoints()).read(Position::Grpo(0))?;
-    // As the arms begin with it.
-    let (policy, _) = read_policy(&config, &problems, &checkpoint)?;
-    let policy = with_outliers(&config, policy, 0)?;
+    let (policy, warm) = warm::policy(&config, &problems, warmup)?;
     let held_out = problems.more_held_out(completions, "gap problems")?;
     let held_out: Vec<_> = held_out.iter().collect();
     let mut sampling = Sampling::new(&config, &problems)?;
     let seed = seeds::seed(config.run.seed, "gap", 0);
     let rollouts = sampling.rollouts(&trainer_side(&policy, &Precision::High)?, &held_out, seed)?;
-    let gaps = ARMS.iter().map(|arm| {
+    let mut gaps = Vec::new();
+    for arm in &ARMS {
+        if stop() {
+            return Ok(None);
+        }
         let config = Config::load(None, &of_arm(assignments, arm))?;
         let masks = calibrate(&config, &problems, &policy)?;
-        gap(&config, arm, &policy, &masks, &mut sampling, &rollouts)
-    });
-    Ok(GapsFile {
+        gaps.push(gap(&config, arm, &policy, &masks, &mut sampling, &rollouts)?);
+    }
+    Ok(Some(GapsFile {
         settings: all_settings(assignments)?,
         warmup: name.into(),
-        warmup_steps: checkpoint.state.warmup_steps,
-        warmup_s: checkpoint.state.elapsed_s,
+        warmup_steps: warm.warmup_steps,
+        warmup_s: warm.elapsed_s,
         completions: rollouts.completions.len(),
         accuracy: rollouts.mean_reward(),
-        gaps: gaps.collect::<Result<_>>()?,
-    })
+        gaps,
+    }))
 }
 
 /// Settings of a series under those of an arm.

@@ -1,7 +1,7 @@
 //! Parts of the `quads_ablation` recipe: the comparison that QUADS claims, arm by arm from shared warm-up checkpoints.
 //!
 //! Reading order: [`arms`] and [`series`] (what is compared, as data), [`collapse`] (a rule), [`plan`] (what there is to
-//! do) and [`scheduler`] (several processes at once), [`worker`] (what one of them does) with [`gaps`] and [`collect`],
+//! do) and [`scheduler`] (several processes at once), [`worker`] (what one of them does) with [`warm`], [`gaps`] and [`collect`],
 //! [`files`] and [`layout`] (what it leaves, and where), [`assemble`] and [`results`] (all of it in one file).
 #![warn(missing_docs)]
 pub mod answer;
@@ -25,6 +25,7 @@ pub mod scheduler;
 pub mod series;
 pub mod statistics;
 pub mod table;
+pub mod warm;
 pub mod worker;
 
 #[cfg(test)]

@@ -95,7 +95,10 @@ pub fn work(work: &Work) -> Result<Ended> {
             completions,
             to,
         } => {
-            let measured = gaps::measure(warmup, name, assignments, *completions)?;
+            let stop = || stop(Position::Grpo(0));
+            let Some(measured) = gaps::measure(warmup, name, assignments, *completions, &stop)? else {
+                return Ok(Ended::Stopped);
+            };
             files::write(to, &measured)?;
             Ok(Ended::Done)
         }
@@ -135,7 +138,10 @@ fn arm(
             Err(error) => return Err(error),
         },
     };
-    let mut arm = collect::arm(run, letter, final_problems, stopped)?;
+    let stop = || stop(Position::Grpo(0));
+    let Some(mut arm) = collect::arm(run, letter, final_problems, stopped, &stop)? else {
+        return Ok(Ended::Stopped);
+    };
     arm.complete = given_up.is_none();
     files::write(&arm_file(&run.folder), &arm)?;
     Ok(Ended::Done)
