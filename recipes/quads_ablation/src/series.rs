@@ -125,20 +125,29 @@ impl Declaration {
         })
     }
 
-    /// Those of some names or groups, in the order of the declaration; all where none is named.
+    /// Those of some names or groups, in the order of the names; all, in the order of the declaration, where none is named.
     ///
     /// # Errors
     /// A name that is declared nowhere.
     pub fn select(&self, names: &[String]) -> Result<Vec<Series>> {
-        let is = |series: &Series, name: &str| series.name == name || series.group() == name;
+        if names.is_empty() {
+            return Ok(self.series.clone());
+        }
+        let mut selected: Vec<Series> = Vec::new();
         for name in names {
-            if !self.series.iter().any(|series| is(series, name)) {
+            let is = |series: &&Series| series.name == *name || series.group() == name;
+            let before = selected.len();
+            for series in self.series.iter().filter(is) {
+                if !selected.contains(series) {
+                    selected.push(series.clone());
+                }
+            }
+            if selected.len() == before && !selected.iter().any(|series| is(&series)) {
                 let known: Vec<_> = self.series.iter().map(|series| series.name.as_str()).collect();
                 bail!("--series {name}: expected one of {}", known.join(", "));
             }
         }
-        let wanted = |series: &&Series| names.is_empty() || names.iter().any(|name| is(series, name));
-        Ok(self.series.iter().filter(wanted).cloned().collect())
+        Ok(selected)
     }
 }
 
