@@ -17,6 +17,7 @@ pub mod layout;
 pub mod list;
 pub mod lock;
 pub mod machine;
+pub mod page;
 pub mod plan;
 pub mod plots;
 pub mod report;
