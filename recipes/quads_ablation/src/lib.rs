@@ -4,7 +4,6 @@
 //! do) and [`scheduler`] (several processes at once), [`worker`] (what one of them does) with [`warm`], [`gaps`] and [`collect`],
 //! [`files`] and [`layout`] (what it leaves, and where), [`assemble`] and [`results`] (all of it in one file).
 #![warn(missing_docs)]
-pub mod agreement;
 pub mod answer;
 pub mod arms;
 pub mod assemble;
