@@ -532,8 +532,15 @@ fn given_tokens_get_what_sampling_them_would_have_given() {
         let model = model(precision);
         let sampled = generate(model, 7, &prompts, &params);
         // No random number is drawn: another seed changes nothing.
-        let params = SamplingParams { seed: 99, ..params.clone() };
-        assert_eq!(given(model, 7, &prompts, &sampled, &params).unwrap(), sampled, "{precision}");
+        let params = SamplingParams {
+            seed: 99,
+            ..params.clone()
+        };
+        assert_eq!(
+            given(model, 7, &prompts, &sampled, &params).unwrap(),
+            sampled,
+            "{precision}"
+        );
     }
 }
 

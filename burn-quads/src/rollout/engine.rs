@@ -304,13 +304,11 @@ impl<B: Backend, M: CachedLm<B>> Run<'_, B, M> {
                     given[sequence.request][sequence.sampled()],
                 ),
             };
-            sampled.map_err(|NonFiniteLogit { token, value }| {
-                RolloutError::NonFiniteLogits {
-                    prompt: sequence.request,
-                    step: sequence.sampled(),
-                    token,
-                    value,
-                }
+            sampled.map_err(|NonFiniteLogit { token, value }| RolloutError::NonFiniteLogits {
+                prompt: sequence.request,
+                step: sequence.sampled(),
+                token,
+                value,
             })
         })
         .collect()

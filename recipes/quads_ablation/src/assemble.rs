@@ -85,7 +85,9 @@ fn seeds_of(layout: &Layout, series: &str) -> Result<Vec<u64>> {
     let mut seeds = Vec::new();
     for entry in std::fs::read_dir(&folder)? {
         let name = entry?.file_name();
-        let seed = name.to_str().and_then(|name| name.strip_prefix("seed_")?.parse::<u64>().ok());
+        let seed = name
+            .to_str()
+            .and_then(|name| name.strip_prefix("seed_")?.parse::<u64>().ok());
         seeds.extend(seed);
     }
     seeds.sort_unstable();

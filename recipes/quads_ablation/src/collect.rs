@@ -75,7 +75,10 @@ pub fn arm(
 ) -> Result<Option<ArmFile>> {
     let (folder, _) = RunFolder::open(&run.folder, &[])?;
     let checkpoints = Checkpoints::new(folder.checkpoints());
-    let last = checkpoints.newest()?.0.context("a run that has begun has a checkpoint")?;
+    let last = checkpoints
+        .newest()?
+        .0
+        .context("a run that has begun has a checkpoint")?;
     let lines = metrics::read(&folder.metrics())?;
     let lines: Vec<_> = lines.iter().filter(|line| line.grpo_step().is_some()).collect();
     let steps = lines.last().and_then(|line| line.grpo_step()).unwrap_or(0);

@@ -1,6 +1,7 @@
 //! The gaps of all arms at the end of a warm-up: the same tokens, sampled once in full precision, scored by both sides of
 //! every arm, the rollout's by its own engine.
 use anyhow::Result;
+use burn_nvfp4::Precision;
 use burn_quads::{
     mismatch::{Decomposition, Mismatch},
     modules::residual_masks::ResidualMasks,
@@ -15,7 +16,6 @@ use grpo_math::{
     seeds,
     session::calibrate,
 };
-use burn_nvfp4::Precision;
 use std::path::Path;
 
 use crate::{
@@ -94,7 +94,12 @@ fn gap(
         Some(mixed) => {
             let (weights, _) = sync(policy, &mixed, Some(masks))?;
             let (weights, precision) = (scored(&weights), scored(&packed));
-            Some(Decomposition::new(&trainer_log_probs, &weights, &precision, &engine_log_probs))
+            Some(Decomposition::new(
+                &trainer_log_probs,
+                &weights,
+                &precision,
+                &engine_log_probs,
+            ))
         }
     };
     let total = |parts: &Decomposition| residue(parts, &trainer_log_probs, &engine_log_probs);
@@ -114,7 +119,10 @@ fn gap(
 
 /// Largest difference of a token between the sum of the parts and the gap itself.
 fn residue(parts: &Decomposition, trainer: &[f32], engine: &[f32]) -> f64 {
-    let finite = trainer.iter().zip(engine).filter(|(a, b)| a.is_finite() && b.is_finite());
+    let finite = trainer
+        .iter()
+        .zip(engine)
+        .filter(|(a, b)| a.is_finite() && b.is_finite());
     let direct = finite.map(|(trainer, engine)| f64::from(*engine) - f64::from(*trainer));
     let differences = direct.zip(&parts.total).map(|(direct, sum)| (direct - sum).abs());
     differences.fold(0.0, f64::max)

@@ -2,7 +2,8 @@
 //!
 //! Reading order: [`arms`] and [`series`] (what is compared, as data), [`collapse`] (a rule), [`plan`] (what there is to
 //! do) and [`scheduler`] (several processes at once), [`worker`] (what one of them does) with [`warm`], [`gaps`] and [`collect`],
-//! [`files`] and [`layout`] (what it leaves, and where), [`assemble`] and [`results`] (all of it in one file).
+//! [`files`] and [`layout`] (what it leaves, and where), [`assemble`] and [`results`] (all of it in one file), [`statistics`],
+//! [`checks`] and [`answer`] (what it means), [`table`], [`plots`], [`report`] and [`page`] (how it is shown).
 #![warn(missing_docs)]
 pub mod answer;
 pub mod arms;

@@ -13,8 +13,16 @@ use crate::{
 pub fn list(series: &[Series]) -> String {
     let mut text = String::from("Arms\n");
     for arm in &ARMS {
-        let settings: Vec<_> = arm.settings.iter().map(|(key, value)| format!("{key}={value}")).collect();
-        let more = if settings.is_empty() { String::new() } else { format!("\n{:31}{}", "", settings.join(" ")) };
+        let settings: Vec<_> = arm
+            .settings
+            .iter()
+            .map(|(key, value)| format!("{key}={value}"))
+            .collect();
+        let more = if settings.is_empty() {
+            String::new()
+        } else {
+            format!("\n{:31}{}", "", settings.join(" "))
+        };
         let _ = writeln!(
             text,
             "  {:<3} trainer {:<6} rollout {:<9} {}{more}",

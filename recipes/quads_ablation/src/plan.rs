@@ -134,7 +134,8 @@ impl Plan {
         let settings = warmup_settings(&series.settings);
         let same = |other: &&Series| warmup_settings(&other.settings) == settings;
         let mut all = self.declared.iter().chain(&self.series);
-        all.find(same).map_or_else(|| series.name.clone(), |series| series.name.clone())
+        all.find(same)
+            .map_or_else(|| series.name.clone(), |series| series.name.clone())
     }
 
     /// The setting that a series has chosen; chooses it when all that decides is there. `None` where there is nothing to
@@ -296,7 +297,9 @@ impl Plan {
     pub fn is_ready(&self, job: &Job) -> Result<bool> {
         let warm = |series: &Series, seed: u64| {
             let warmup = self.layout.warmup(&self.warmup_name(series), seed);
-            Checkpoints::new(warmup.join("checkpoints")).path(Position::Grpo(0)).is_dir()
+            Checkpoints::new(warmup.join("checkpoints"))
+                .path(Position::Grpo(0))
+                .is_dir()
         };
         Ok(match job {
             Job::Warmup { .. } => true,
@@ -415,7 +418,10 @@ impl Job {
                 tried,
             } => match (tried, &series.choice) {
                 (Some(value), Some(choice)) => {
-                    format!("{}, {} = {value}, seed {seed}, arm {}", series.name, choice.key, arm.letter)
+                    format!(
+                        "{}, {} = {value}, seed {seed}, arm {}",
+                        series.name, choice.key, arm.letter
+                    )
                 }
                 _ => format!("{}, seed {seed}, arm {}", series.name, arm.letter),
             },

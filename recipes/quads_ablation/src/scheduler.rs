@@ -128,7 +128,10 @@ impl Scheduler<'_> {
         let name = ended.job.name();
         let took = duration(ended.started.elapsed().as_secs_f64());
         if status.success() {
-            let given_up = ended.given_up.as_ref().map(|reason| format!("{name} stopped: {reason}"));
+            let given_up = ended
+                .given_up
+                .as_ref()
+                .map(|reason| format!("{name} stopped: {reason}"));
             self.line.done(self.plan.weight(&ended.job));
             let said = given_up.unwrap_or_else(|| format!("{name}: {took}"));
             self.line.show(self.running.len(), &said);
@@ -180,7 +183,9 @@ impl Scheduler<'_> {
             .stdout(open_log(&log)?)
             .stderr(open_log(&log)?);
         Ok(Running {
-            child: command.spawn().with_context(|| format!("cannot start {}", job.name()))?,
+            child: command
+                .spawn()
+                .with_context(|| format!("cannot start {}", job.name()))?,
             job,
             given_up,
             log,
@@ -200,11 +205,7 @@ fn open_log(path: &Path) -> Result<File> {
 /// Why a process ended: what it said last, or how the system ended it.
 fn reason(status: ExitStatus, log: &Path) -> String {
     let text = fs::read_to_string(log).unwrap_or_default();
-    let said = text
-        .lines()
-        .rev()
-        .take(5)
-        .find_map(|line| line.strip_prefix("error: "));
+    let said = text.lines().rev().take(5).find_map(|line| line.strip_prefix("error: "));
     match (status.code(), said) {
         (Some(_), Some(said)) => said.to_string(),
         _ => status.to_string(),

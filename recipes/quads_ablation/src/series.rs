@@ -98,13 +98,7 @@ struct ChoiceEntry {
 }
 
 /// Settings that arms differ in, or that say where a run is: no series has a say in them.
-const NOT_OF_A_SERIES: [&str; 5] = [
-    "run.seed",
-    "run.name",
-    "run.directory",
-    "run.device",
-    "warmup.from",
-];
+const NOT_OF_A_SERIES: [&str; 5] = ["run.seed", "run.name", "run.directory", "run.device", "warmup.from"];
 
 impl Declaration {
     /// Reads a declaration; with `quick` the short one.
@@ -223,7 +217,9 @@ impl Series {
         let of_arms: BTreeSet<_> = ARMS.iter().flat_map(|arm| arm.settings()).map(|(key, _)| key).collect();
         for key in self.settings.keys() {
             if of_arms.contains(key.as_str()) {
-                bail!("{key} is what the arms differ in (--list shows them); expected a setting that is the same for all");
+                bail!(
+                    "{key} is what the arms differ in (--list shows them); expected a setting that is the same for all"
+                );
             }
             if NOT_OF_A_SERIES.contains(&key.as_str()) {
                 bail!("{key} follows from seed, arm and --out; expected a setting that is the same for all arms");
@@ -231,7 +227,11 @@ impl Series {
         }
         if let Some(choice) = &self.choice {
             if self.settings.contains_key(&choice.key) {
-                bail!("{} is to be chosen by arm {}, and given as well", choice.key, choice.arm.letter);
+                bail!(
+                    "{} is to be chosen by arm {}, and given as well",
+                    choice.key,
+                    choice.arm.letter
+                );
             }
             if choice.grid.is_empty() || choice.seeds.is_empty() {
                 bail!("a choice of {} without values or seeds", choice.key);
@@ -333,5 +333,7 @@ pub fn all_settings(assignments: &[String]) -> Result<Settings> {
     let values = layers
         .values()
         .filter(|(key, _)| !["run.name", "run.directory", "warmup.from"].contains(key));
-    Ok(values.map(|(key, value)| (key.to_string(), value.to_string())).collect())
+    Ok(values
+        .map(|(key, value)| (key.to_string(), value.to_string()))
+        .collect())
 }

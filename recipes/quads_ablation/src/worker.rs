@@ -161,15 +161,18 @@ fn diverged(error: &Error) -> bool {
     error.chain().any(|cause| {
         cause.is::<Diverged>()
             || matches!(cause.downcast_ref(), Some(RolloutError::NonFiniteLogits { .. }))
-            || matches!(cause.downcast_ref(), Some(SyncError::Pack { .. } | SyncError::Scale { .. }))
+            || matches!(
+                cause.downcast_ref(),
+                Some(SyncError::Pack { .. } | SyncError::Scale { .. })
+            )
     })
 }
 
 /// Runs from the beginning, or from the newest checkpoint that the folder has.
 fn take_up(run_of: &Run, stop: &dyn Fn(Position) -> bool) -> Result<(RunFolder, Outcome)> {
     let folder = &run_of.folder;
-    let begun = folder.join("config.toml").is_file()
-        && !Checkpoints::new(folder.join("checkpoints")).positions()?.is_empty();
+    let begun =
+        folder.join("config.toml").is_file() && !Checkpoints::new(folder.join("checkpoints")).positions()?.is_empty();
     let start = match begun {
         true => Start::resume(folder, &[])?,
         false => {
@@ -202,7 +205,10 @@ impl Run {
         let name = part(self.folder.file_name());
         let directory = self.folder.parent().map(Path::as_os_str);
         let (Some(name), Some(directory)) = (name, part(directory)) else {
-            return Err(anyhow!("{}: expected a folder with a name in UTF-8", self.folder.display()));
+            return Err(anyhow!(
+                "{}: expected a folder with a name in UTF-8",
+                self.folder.display()
+            ));
         };
         let mut assignments = self.assignments.clone();
         // As TOML text: a path may look like a number.

@@ -39,10 +39,18 @@ fn every_arm_is_what_the_table_says() {
         let config = Config::load(None, &of_arm(&[], arm)).unwrap();
         assert_eq!(config.learner.precision, trainer, "{letter}");
         assert_eq!(config.rollout.precision, rollout, "{letter}");
-        let backward = if letter == "F" { Backward::Unquantized } else { Backward::Quantized };
+        let backward = if letter == "F" {
+            Backward::Unquantized
+        } else {
+            Backward::Quantized
+        };
         assert_eq!(config.learner.backward, backward, "{letter}");
         let correction = config.learner.grpo.correction;
-        let mode = if letter == "G" { CorrectionMode::Tis } else { CorrectionMode::None };
+        let mode = if letter == "G" {
+            CorrectionMode::Tis
+        } else {
+            CorrectionMode::None
+        };
         assert_eq!(correction.mode, mode, "{letter}");
         if letter == "G" {
             assert_eq!(correction.bounds(), (0.0, 2.0));
@@ -81,7 +89,11 @@ fn the_declaration_is_what_the_comparison_asks_for() {
     let series = |name: &str| declaration.series.iter().find(|series| series.name == name).unwrap();
     for series in declaration.series.iter().filter(|series| series.group() != "sweep") {
         assert!(series.seeds.len() >= 5, "{}", series.name);
-        assert!(series.final_problems >= 1024 && series.gap_completions >= 512, "{}", series.name);
+        assert!(
+            series.final_problems >= 1024 && series.gap_completions >= 512,
+            "{}",
+            series.name
+        );
     }
     for name in ["calm", "stress", "hard", "outliers", "stale"] {
         assert_eq!(series(name).arms.len(), ARMS.len(), "{name}");
@@ -93,7 +105,10 @@ fn the_declaration_is_what_the_comparison_asks_for() {
     let config = |name: &str| Config::load(None, &series(name).assignments()).unwrap();
     for (name, rate, steps) in [("calm", 3e-4, 150), ("stress", 1e-3, 250)] {
         let learner = config(name).learner;
-        assert_eq!((learner.grpo.optimizer.schedule.learning_rate, learner.steps), (rate, steps));
+        assert_eq!(
+            (learner.grpo.optimizer.schedule.learning_rate, learner.steps),
+            (rate, steps)
+        );
     }
     let hard = config("hard");
     assert!(hard.learner.grpo.minibatches >= 8);
@@ -113,16 +128,28 @@ fn a_declaration_that_cannot_be_run_is_refused_by_name() {
         let error = format!("{:#}", Declaration::read(&text, false).unwrap_err());
         assert!(error.contains(expected), "{error}\nwithout {expected}");
     };
-    refused("settings = { \"grpo.step\" = 3 }", "the series one (series.toml): arm A: unknown setting grpo.step");
+    refused(
+        "settings = { \"grpo.step\" = 3 }",
+        "the series one (series.toml): arm A: unknown setting grpo.step",
+    );
     refused(
         "settings = { \"rollout.precision\" = \"fp8\" }",
         "rollout.precision is what the arms differ in",
     );
-    refused("settings = { \"run.seed\" = 3 }", "run.seed follows from seed, arm and --out");
+    refused(
+        "settings = { \"run.seed\" = 3 }",
+        "run.seed follows from seed, arm and --out",
+    );
     refused("arms = [\"Z\"]", "arm Z: expected one of A, B, C");
-    refused("base = \"two\"", "base = \"two\": expected a series that comes before it");
+    refused(
+        "base = \"two\"",
+        "base = \"two\": expected a series that comes before it",
+    );
     refused("seeds = [1, 1]", "each is to be given once");
     refused("colour = 1", "unknown field `colour`");
     let choose = "[series.choose]\nkey = \"trainer.learning_rate\"\ngrid = [1e-3]\narm = \"A\"\nseeds = [1]";
-    refused(choose, "trainer.learning_rate must be chosen with seeds that no arm runs with");
+    refused(
+        choose,
+        "trainer.learning_rate must be chosen with seeds that no arm runs with",
+    );
 }

@@ -21,7 +21,8 @@ fn commands(page: &Path) -> Vec<Vec<String>> {
     let words = |line: &str| line.split_whitespace().map(String::from).collect();
     let lines = text.lines();
     let ours = lines.filter_map(|line| line.strip_prefix("cargo run --release -p quads_ablation"));
-    ours.map(|rest| words(rest.strip_prefix(" --").unwrap_or(rest))).collect()
+    ours.map(|rest| words(rest.strip_prefix(" --").unwrap_or(rest)))
+        .collect()
 }
 
 #[test]
@@ -32,9 +33,14 @@ fn every_command_in_the_documentation_is_understood() {
     fs::rename(out.join("runs/ablation_quick/quick"), out.join("calm")).unwrap();
     fs::create_dir_all(out.join("runs/ablation")).unwrap();
     fs::rename(out.join("calm"), out.join("runs/ablation/calm")).unwrap();
-    let mut pages = vec![root().join("README.md"), root().join("recipes/quads_ablation/README.md")];
+    let mut pages = vec![
+        root().join("README.md"),
+        root().join("recipes/quads_ablation/README.md"),
+    ];
     for folder in ["docs", "docs/how-to"] {
-        let entries = fs::read_dir(root().join(folder)).unwrap().map(|entry| entry.unwrap().path());
+        let entries = fs::read_dir(root().join(folder))
+            .unwrap()
+            .map(|entry| entry.unwrap().path());
         pages.extend(entries.filter(|path| path.extension().is_some_and(|extension| extension == "md")));
     }
     let mut run = 0;

@@ -14,7 +14,10 @@ fn a_run_leaves_results_and_is_never_repeated() {
     assert_eq!(results.series.len(), 1);
     let seed = &results.series[0].seeds[0];
     assert_eq!(seed.gaps.len(), 11, "gaps are measured for every arm");
-    assert_eq!(seed.arms.iter().map(|arm| arm.arm.as_str()).collect::<Vec<_>>(), ["A", "B", "E"]);
+    assert_eq!(
+        seed.arms.iter().map(|arm| arm.arm.as_str()).collect::<Vec<_>>(),
+        ["A", "B", "E"]
+    );
     for arm in &seed.arms {
         assert_eq!((arm.steps, &arm.stopped), (8, &None), "{}", arm.arm);
         assert_eq!(arm.curve.step, (0..=8).collect::<Vec<_>>());
@@ -26,11 +29,22 @@ fn a_run_leaves_results_and_is_never_repeated() {
             let name = format!("eval/{precision}/pass@1");
             assert_eq!(arm.curve.points(&name).count(), evaluated, "{}", arm.arm);
         }
-        assert!(arm.curve.points("actor/grad_norm").any(|(_, norm)| norm > 0.0), "it learns something");
+        assert!(
+            arm.curve.points("actor/grad_norm").any(|(_, norm)| norm > 0.0),
+            "it learns something"
+        );
     }
     let start = |arm: usize| &seed.arms[arm].start.high;
-    assert!(start(0) == start(1) && start(1) == start(2), "all start from one policy");
-    for file in ["report.html", "warmups/quick/seed_1/config.toml", "quick/seed_1/A/metrics.jsonl", "quick/seed_1/A.log"] {
+    assert!(
+        start(0) == start(1) && start(1) == start(2),
+        "all start from one policy"
+    );
+    for file in [
+        "report.html",
+        "warmups/quick/seed_1/config.toml",
+        "quick/seed_1/A/metrics.jsonl",
+        "quick/seed_1/A.log",
+    ] {
         assert!(out.join(file).is_file(), "{file}");
     }
     assert!(!out.join("quick/seed_1/A/checkpoints/step_0000").exists());
@@ -59,7 +73,10 @@ fn a_run_leaves_results_and_is_never_repeated() {
 fn what_was_made_with_other_settings_is_refused_by_name() {
     let out = folder("changed");
     succeed(&mut tiny(&out, &["--arms", "A"]));
-    let said = fail(&mut tiny(&out, &["--arms", "A", "--set", "trainer.learning_rate=2e-3"]), 1);
+    let said = fail(
+        &mut tiny(&out, &["--arms", "A", "--set", "trainer.learning_rate=2e-3"]),
+        1,
+    );
     assert!(
         said.contains("was made with other settings: trainer.learning_rate was 0.001, and is 0.002. Undo the change"),
         "{said}"
@@ -78,14 +95,30 @@ fn impossible_options_are_refused_before_anything_is_made() {
     for (options, code, expected) in [
         (&["--series", "calmer"][..], 1, "--series calmer: expected one of quick"),
         (&["--arms", "A,Z"], 1, "arm Z: expected one of A, B, C"),
-        (&["--seeds", "0"], 2, "0: expected a number of seeds, a range (1-5) or a list (2,4)"),
+        (
+            &["--seeds", "0"],
+            2,
+            "0: expected a number of seeds, a range (1-5) or a list (2,4)",
+        ),
         (&["--seeds", "2,2"], 1, "each is to be given once"),
         (&["--jobs", "0"], 2, "0 is not in 1.."),
         (&["--set", "grpo.stepz=3"], 1, "unknown setting grpo.stepz"),
-        (&["--set", "trainer.precision=fp8"], 1, "trainer.precision is what the arms differ in"),
+        (
+            &["--set", "trainer.precision=fp8"],
+            1,
+            "trainer.precision is what the arms differ in",
+        ),
         (&["--set", "run.seed=8"], 1, "run.seed follows from seed, arm and --out"),
-        (&["--set", "grpo.steps"], 1, "--set grpo.steps: expected section.key=value"),
-        (&["--set", "grpo.minibatches=7"], 1, "grpo.minibatches = 7 (from --set): expected a divisor"),
+        (
+            &["--set", "grpo.steps"],
+            1,
+            "--set grpo.steps: expected section.key=value",
+        ),
+        (
+            &["--set", "grpo.minibatches=7"],
+            1,
+            "grpo.minibatches = 7 (from --set): expected a divisor",
+        ),
         (&["--device", "tpu"], 1, "run.device = \"tpu\" (from --set): expected"),
     ] {
         let said = fail(program().args(["--quick", "--out"]).arg(&out).args(options), code);
@@ -99,7 +132,13 @@ fn impossible_options_are_refused_before_anything_is_made() {
 #[test]
 fn a_list_shows_the_whole_declaration() {
     let said = text(&succeed(program().arg("--list")));
-    for text in ["E+  trainer w4a16", "calm:", "stress:", "trainer.learning_rate is chosen from", "70 %"] {
+    for text in [
+        "E+  trainer w4a16",
+        "calm:",
+        "stress:",
+        "trainer.learning_rate is chosen from",
+        "70 %",
+    ] {
         assert!(said.contains(text), "{text}: {said}");
     }
 }
@@ -200,10 +239,17 @@ fn a_warm_up_that_fails_takes_its_arms_with_it_and_nothing_else() {
 #[test]
 fn the_gaps_of_the_quick_run_are_in_order() {
     let out = folder("gaps");
-    succeed(program().args(["--quick", "--arms", "A", "--set", "grpo.steps=1", "--out"]).arg(&out));
+    succeed(
+        program()
+            .args(["--quick", "--arms", "A", "--set", "grpo.steps=1", "--out"])
+            .arg(&out),
+    );
     let results = results(&out);
     let checks = checks(&results.series[0]).unwrap();
-    let of_gaps: Vec<_> = checks.iter().filter(|check| !check.says.starts_with("the aim")).collect();
+    let of_gaps: Vec<_> = checks
+        .iter()
+        .filter(|check| !check.says.starts_with("the aim"))
+        .collect();
     assert_eq!(of_gaps.len(), 6);
     for check in of_gaps {
         assert_eq!(check.holds(), Some(true), "{}: {}", check.says, check.numbers());
