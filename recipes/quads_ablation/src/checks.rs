@@ -206,7 +206,7 @@ mod tests {
         failing(|s| gap(s, 1, "B").mean = f64::NAN, &[(0, two), (3, two)]);
         failing(
             |s| {
-                gap(s, 0, "F").weight = Some(1e-3);
+                gap(s, 0, "E").weight = Some(1e-3);
                 gap(s, 4, "D").weight = Some(1e-3);
             },
             &[(5, "FAILS in 2 of 5 seeds (1, 5)")],
