@@ -57,10 +57,11 @@ pub fn program() -> Command {
 /// The quick series at this size, in `out`, and some more options.
 pub fn tiny(out: &Path, more: &[&str]) -> Command {
     let mut command = program();
-    command.args(["--quick", "--jobs", "2", "--out"]).arg(out).args(more);
+    command.args(["--quick", "--out"]).arg(out);
     for setting in SETTINGS {
         command.args(["--set", setting]);
     }
+    command.args(more);
     command
 }
 
