@@ -29,10 +29,10 @@ fn rollouts_between_two_syncs_are_of_an_older_policy_and_evaluations_of_the_curr
     succeed(&mut command(&stale, &[STALE, &["rollout.sync_every=3"]].concat()));
     let (fresh, stale) = (fresh.join("run"), stale.join("run"));
     assert!(gaps(&fresh).iter().all(|gap| *gap < 1e-4), "{:?}", gaps(&fresh));
-    for (step, gap) in (1..).zip(gaps(&stale)) {
-        // Steps 1 and 4 come right after a sync.
-        assert_eq!(gap > 1e-3, step % 3 != 1, "step {step}: {:?}", gaps(&stale));
-    }
+    // Steps 1 and 4 come right after a sync; the others see an older policy, where a step has changed something.
+    let (synced, older): (Vec<_>, Vec<_>) = (1..).zip(gaps(&stale)).partition(|(step, _)| step % 3 == 1);
+    assert!(synced.iter().all(|(_, gap)| *gap < 1e-4), "{synced:?}");
+    assert!(older.iter().any(|(_, gap)| *gap > 1e-3), "{older:?}");
     // A step learns from the same rollouts until the first stale ones; its policy is evaluated as it is.
     let step = |run: &Path, step: usize| lines(run).into_iter().rev().find(|line| line["step"] == step).unwrap();
     let evaluated = |run: &Path, at: usize| {

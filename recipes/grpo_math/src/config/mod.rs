@@ -335,6 +335,14 @@ mod tests {
     }
 
     #[test]
+    fn a_loaded_model_has_no_warm_up_of_another_run() {
+        let settings = ["model.folder=a", "data.train=b.jsonl", "warmup.from=runs/c"];
+        let error = load(&settings).unwrap_err().to_string();
+        let expected = "warmup.from = \"runs/c\" (from --set): expected \"\": a model that is loaded (model.folder) has no warm-up";
+        assert_eq!(error, expected);
+    }
+
+    #[test]
     fn masks_are_remade_only_where_the_rollout_is_synced() {
         let load = |every: usize| {
             load(&["rollout.sync_every=2", &format!("rac.recalibrate_every={every}")]).map(|config| config.fingerprint)
