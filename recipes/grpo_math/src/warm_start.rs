@@ -54,9 +54,9 @@ impl WarmStart {
         let history = History::read(&folder.metrics(), Position::Grpo(0), checkpoint.state.warmup_steps)?;
         let in_warmup = |line: &&metrics::MetricsLine| matches!(line.position, Position::Warmup(_));
         let lines = metrics::read(&folder.metrics())?;
-        let measured = lines.iter().filter(in_warmup).filter_map(|line| line.get(VALIDATION));
+        let mut measured = lines.iter().filter(in_warmup).filter_map(|line| line.get(VALIDATION));
         Ok(Self {
-            accuracy: measured.last(),
+            accuracy: measured.next_back(),
             outlier_channels: settings.count(OUTLIER_CHANNELS, 0..=usize::MAX)?,
             history,
             checkpoint,
