@@ -16,7 +16,6 @@ pub struct ErrorProbe {
 
 #[derive(Clone, Debug, Default)]
 struct Sums {
-    rows: usize,
     /// `Σ x²` of each channel.
     energies: Vec<f64>,
     /// `Σ (x − x̂)²`.
@@ -57,7 +56,7 @@ impl ErrorProbe {
 
     /// Adds the rows `[rows, k]`.
     pub(crate) fn add<B: QuadsBackend>(&self, x: &Tensor<B, 2>) {
-        let [rows, k] = x.dims();
+        let [_, k] = x.dims();
         let quantized = B::fake_quantize_activations(x.clone().into_primitive().tensor(), &self.activation);
         let quantized = Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(quantized));
         let values = |x: Tensor<B, 2>| {
@@ -68,7 +67,6 @@ impl ErrorProbe {
         };
         let (x, quantized) = (values(x.clone()), values(quantized));
         let mut sums = self.sums();
-        sums.rows += rows;
         for (x, quantized) in x.chunks(k).zip(quantized.chunks(k)) {
             for (channel, (x, quantized)) in x.iter().zip(quantized).enumerate() {
                 sums.energies[channel] += f64::from(*x).powi(2);
