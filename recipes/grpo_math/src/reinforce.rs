@@ -398,7 +398,7 @@ impl Reinforced {
 }
 
 /// A policy that is warm, with the outlier channels asked for, if it does not `have` them.
-fn with_outliers(config: &Config, policy: Policy, have: usize) -> Result<Policy> {
+pub fn with_outliers(config: &Config, policy: Policy, have: usize) -> Result<Policy> {
     let (channels, gain, width) = (
         config.model.outlier_channels,
         config.model.outlier_gain,

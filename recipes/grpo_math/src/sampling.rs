@@ -71,6 +71,21 @@ impl Sampling {
         Ok(share(&self.judged(model, problems, 1, self.params.temperature)?))
     }
 
+    /// What `model` would have returned had it sampled the completions of `rollouts`: their log-probs, and with
+    /// `record_routing` their experts, as the rollout engine computes them.
+    pub fn given(&mut self, model: &Sampler, rollouts: &Rollouts, record_routing: bool) -> Result<Rollouts> {
+        let params = SamplingParams {
+            record_routing,
+            ..self.params.clone()
+        };
+        let tokens: Vec<&[u32]> = rollouts.completions.iter().map(|c| c.tokens.as_slice()).collect();
+        let completions = self.engine.generate_given(model, &rollouts.prompts, &tokens, &params);
+        Ok(Rollouts {
+            completions: completions.context("cannot score completions")?,
+            ..rollouts.clone()
+        })
+    }
+
     /// Accuracy sampled, `eval.samples` times a problem, and greedy; and which samples were right, problem after problem.
     pub fn accuracy(&mut self, model: &Sampler, problems: &[Problem]) -> Result<(Accuracy, Vec<bool>)> {
         let pass_at = self.evaluation.pass_at;
