@@ -7,9 +7,8 @@ use crate::{
     files::{self, ArmFile, GapsFile},
     layout::{Layout, arm_file},
     machine,
-    plan::Plan,
     results::{Machine, Results, Seed, Series},
-    series::{self, Settings},
+    series::{self, DEFAULTS, Settings},
 };
 
 /// Puts together what is there of some series.
@@ -34,7 +33,7 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
                 processors.extend(file.processor);
                 total_s += file.run.wall_s;
                 warmup_steps = file.warmup_steps;
-                settings.get_or_insert(Plan::declared_settings(&file.settings)?);
+                settings.get_or_insert_with(|| of_series(&file.settings, series));
                 runs.push(file.run);
             }
             let gaps = files::read::<GapsFile>(&layout.gaps(&series.name, seed))?;
@@ -76,6 +75,20 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
     })
 }
 
+/// Of an arm's settings, those that its series declares or chooses, and those that are not the default; without what arms and
+/// seeds differ in.
+fn of_series(settings: &Settings, series: &series::Series) -> Settings {
+    let of_arms: BTreeSet<_> = ARMS.iter().flat_map(|arm| arm.settings()).map(|(key, _)| key).collect();
+    let chosen = series.choice.as_ref().map(|choice| choice.key.as_str());
+    let declared = |key: &str| series.settings.contains_key(key) || chosen == Some(key);
+    let wanted = |(key, value): &(&String, &String)| {
+        let others = of_arms.contains(key.as_str()) || key.starts_with("run.");
+        !others && (declared(key) || DEFAULTS.get(*key) != Some(value))
+    };
+    let wanted = settings.iter().filter(wanted);
+    wanted.map(|(key, value)| (key.clone(), value.clone())).collect()
+}
+
 /// The seeds that have a folder, in order.
 fn seeds_of(layout: &Layout, series: &str) -> Result<Vec<u64>> {
     let folder = layout.series(series);
@@ -109,4 +122,30 @@ fn command(series: &[Series], declared: &[series::Series], quick: bool) -> Strin
         command = format!("{command} -- {}", options.join(" "));
     }
     command
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::series::{DECLARED, Declaration, all_settings};
+
+    #[test]
+    fn families_tell_their_setting_even_where_it_is_the_default() {
+        let declared = Declaration::read(DECLARED, false).unwrap();
+        for (group, key) in [("sweep", "trainer.learning_rate"), ("scaling", "model.hidden_size")] {
+            let members: Vec<_> = declared
+                .series
+                .iter()
+                .filter(|series| series.group() == group)
+                .collect();
+            assert!(members.len() >= 3, "{group}");
+            for series in members {
+                let settings = of_series(&all_settings(&series.assignments()).unwrap(), series);
+                let value: f64 = settings[key].parse().unwrap();
+                let named: f64 = series.name.split_once('-').unwrap().1.parse().unwrap();
+                assert_eq!(value, named, "{}", series.name);
+                assert!(!settings.contains_key("trainer.precision") && !settings.contains_key("run.seed"));
+            }
+        }
+    }
 }

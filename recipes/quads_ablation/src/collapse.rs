@@ -125,8 +125,10 @@ fn rank_correlation(values: &[f64]) -> f64 {
 mod tests {
     use super::*;
 
-    /// A curve of columns by a function of the step.
-    fn curve(steps: usize, columns: &[(&str, &dyn Fn(usize) -> Option<f64>)]) -> Curve {
+    /// A name, and the number at a step.
+    type Column<'a> = (&'a str, &'a dyn Fn(usize) -> Option<f64>);
+
+    fn curve(steps: usize, columns: &[Column<'_>]) -> Curve {
         let step: Vec<_> = (0..=steps).collect();
         let column = |of: &dyn Fn(usize) -> Option<f64>| step.iter().map(|step| of(*step)).collect();
         Curve {

@@ -9,7 +9,7 @@ use grpo_math::{
 use std::{collections::BTreeSet, path::PathBuf};
 
 use crate::{
-    arms::{ARMS, Arm},
+    arms::Arm,
     files::{self, ArmFile, ChoiceFile, GapsFile, Tried},
     gaps::of_arm,
     layout::{Layout, arm_file},
@@ -212,7 +212,10 @@ impl Plan {
                 all
             }
             Job::Gaps { series, seed } => {
-                let mut all = self.of_series(series, None)?;
+                // They are measured before anything is chosen, and depend on nothing that is: any value will do, always the
+                // same.
+                let any = series.choice.as_ref().map(|choice| choice.grid[0].as_str());
+                let mut all = self.of_series(series, any)?;
                 all.extend(seed_and_device(*seed));
                 all
             }
@@ -393,16 +396,6 @@ impl Plan {
             Job::Arm { series, .. } => series.steps() as f64 + 10.0,
         }
     }
-
-    /// Settings that every arm of a series has and `grpo_math` does not have by default, from what one arm has.
-    pub fn declared_settings(settings: &Settings) -> Result<Settings> {
-        let defaults = all_settings(&[])?;
-        let of_arms: BTreeSet<_> = ARMS.iter().flat_map(|arm| arm.settings()).map(|(key, _)| key).collect();
-        let of_series = |key: &str| !of_arms.contains(key) && !key.starts_with("run.");
-        let differs = |(key, value): &(&String, &String)| of_series(key) && defaults.get(*key) != Some(value);
-        let differing = settings.iter().filter(differs);
-        Ok(differing.map(|(key, value)| (key.clone(), value.clone())).collect())
-    }
 }
 
 impl Job {
@@ -441,4 +434,118 @@ impl Job {
 pub fn check_device(device: &str) -> Result<()> {
     Config::load(None, &[format!("run.device={device}")])?;
     grpo_math::backend::find_device()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        results::{Answers, ArmRun, Curve, Evaluation},
+        series::{DECLARED, Declaration},
+    };
+
+    fn plan(test: &str) -> Plan {
+        let out = std::env::temp_dir().join(format!("quads_ablation_{}_{test}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&out);
+        let declared = Declaration::read(DECLARED, false).unwrap();
+        Plan {
+            layout: Layout::new(out),
+            series: declared.select(&["hard".into()]).unwrap(),
+            declared: declared.series,
+            device: grpo_math::backend::DEVICE.into(),
+            keep_checkpoints: false,
+        }
+    }
+
+    fn finished(right: usize) -> ArmFile {
+        let answers = Answers((0..100).map(|problem| problem < right).collect());
+        let evaluation = Evaluation {
+            own: answers.clone(),
+            trainer: answers.clone(),
+            high: answers.clone(),
+            w4a4: answers,
+        };
+        ArmFile {
+            complete: true,
+            settings: Settings::new(),
+            warmup_steps: 1,
+            processor: None,
+            run: ArmRun {
+                arm: "A".into(),
+                start: evaluation.clone(),
+                end: evaluation,
+                steps: 1,
+                stopped: None,
+                skipped_updates: 0,
+                collapse: None,
+                curve: Curve::default(),
+                layers: vec![],
+                wall_s: 0.0,
+            },
+        }
+    }
+
+    #[test]
+    fn the_learning_rate_is_chosen_by_one_arm_before_the_others_run() {
+        let plan = plan("choice");
+        let hard = &plan.series[0];
+        let choice = hard.choice.clone().unwrap();
+        let jobs = plan.jobs();
+        let tries = choice.grid.len() * choice.seeds.len();
+        let tried = |job: &&Job| matches!(job, Job::Arm { tried: Some(_), .. });
+        assert_eq!(jobs.iter().filter(tried).count(), tries);
+        let is = |wanted: &str| jobs.iter().find(|job| job.name() == wanted).unwrap();
+        let (arm, gaps) = (is("hard, seed 1, arm B"), is("gaps of hard, seed 1"));
+        // Warm-ups are there; only the choice is not.
+        for seed in hard.seeds.iter().chain(&choice.seeds) {
+            let warm = plan.layout.warmup("hard", *seed).join("checkpoints/step_0000");
+            std::fs::create_dir_all(warm).unwrap();
+        }
+        let measured = plan.work(gaps, None).unwrap();
+
+        // Means of 0.40, 0.60, 0.60 and 0.10: of the two best the first.
+        let rights = [[30, 50], [80, 40], [60, 60], [10, 10]];
+        for (index, (value, rights)) in choice.grid.iter().zip(rights).enumerate() {
+            for (seed, right) in choice.seeds.iter().zip(rights) {
+                assert_eq!(plan.chosen(hard).unwrap(), None, "{index} of {tries}");
+                assert!(!plan.is_ready(arm).unwrap() && plan.is_ready(gaps).unwrap());
+                let run = plan.layout.choice_arm("hard", value, *seed, choice.arm);
+                files::write(&arm_file(&run), &finished(right)).unwrap();
+            }
+        }
+        assert!(plan.is_ready(arm).unwrap());
+        let chosen = choice.grid[1].clone();
+        assert_eq!(
+            plan.chosen(hard).unwrap(),
+            Some(Some((choice.key.clone(), chosen.clone())))
+        );
+        let file: ChoiceFile = files::read(&plan.layout.choice("hard")).unwrap().unwrap();
+        assert_eq!(
+            (file.chosen, file.tried[1].pass_at_1.clone()),
+            (chosen.clone(), vec![0.8, 0.4])
+        );
+        let Work::Arm { run, .. } = plan.work(arm, None).unwrap() else {
+            panic!("an arm's work");
+        };
+        assert!(run.assignments.contains(&format!("{}={chosen}", choice.key)));
+        // What was measured before the choice stays as it is, and nothing is tried again.
+        assert_eq!(plan.work(gaps, None).unwrap(), measured);
+        assert_eq!(plan.jobs().iter().filter(tried).count(), 0);
+        std::fs::remove_dir_all(plan.layout.out()).unwrap();
+    }
+
+    #[test]
+    fn series_that_agree_share_their_warm_ups() {
+        let mut plan = plan("warmups");
+        plan.series = plan.declared.clone();
+        let jobs = plan.jobs();
+        let names: BTreeSet<_> = jobs
+            .iter()
+            .filter_map(|job| match job {
+                Job::Warmup { name, .. } => Some(name.as_str()),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(names, BTreeSet::from(["calm", "hard", "scaling-128", "scaling-256"]));
+    }
 }

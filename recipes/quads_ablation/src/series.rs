@@ -2,7 +2,10 @@
 use anyhow::{Context, Result, bail};
 use grpo_math::config::{Config, Layers};
 use serde::Deserialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::LazyLock,
+};
 use toml::Value;
 
 use crate::arms::{ARMS, Arm};
@@ -302,12 +305,18 @@ const OF_THE_WARMUP: [&str; 9] = [
 /// Of these sections, what comes after the warm-up.
 const AFTER_THE_WARMUP: [&str; 1] = ["model.outlier_"];
 
-/// Those of a series' settings that decide what its warm-up ends with.
+/// What `grpo_math` does when nothing is asked for.
+pub static DEFAULTS: LazyLock<Settings> =
+    LazyLock::new(|| all_settings(&[]).expect("the shipped defaults are accepted"));
+
+/// Those of a series' settings that decide what its warm-up ends with, but for those that are the default.
 pub fn warmup_settings(settings: &Settings) -> Settings {
+    let is_default = |key: &str, value: &str| DEFAULTS.get(key).is_some_and(|default| default == value);
     let has = |key: &str, prefixes: &[&str]| prefixes.iter().any(|prefix| key.starts_with(prefix));
     let kept = settings
         .iter()
-        .filter(|(key, _)| has(key, &OF_THE_WARMUP) && !has(key, &AFTER_THE_WARMUP));
+        .filter(|(key, _)| has(key, &OF_THE_WARMUP) && !has(key, &AFTER_THE_WARMUP))
+        .filter(|(key, value)| !is_default(key, value));
     kept.map(|(key, value)| (key.clone(), value.clone())).collect()
 }
 
