@@ -89,6 +89,11 @@ fn quantizers(client: &Client) {
             label(client, &format!("quantize_{element:?}_{name}"));
         }
     }
+    // Many rows share out their work otherwise.
+    for residual in [Residual::None, Residual::All] {
+        quantize(client, &matrix(client, Element::BF16, 4096, k), &residual).expect("k is aligned");
+        label(client, "quantize_BF16_many");
+    }
 }
 
 fn packers(client: &Client) {

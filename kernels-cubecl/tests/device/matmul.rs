@@ -217,7 +217,10 @@ fn large_shapes_agree_with_the_host() {
         (16, 4096, 4096),
         (64, 2048, 2048),
     ];
-    for (tokens, rows, k) in shapes.into_iter().chain([(300, 5000, 1040), (1100, 2056, 1024)]) {
+    for (tokens, rows, k) in shapes
+        .into_iter()
+        .chain([(300, 5000, 1040), (1100, 2056, 1024), (1050, 6100, 272)])
+    {
         let mut random = Random::new(11);
         let w = Nvfp4Weight {
             rows,
