@@ -42,27 +42,14 @@ pub struct Machine {
 /// Arms under the same declared settings, for some seeds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Series {
-    /// Its name: `calm`, `stress`, …
+    /// Its name: `calm`, `stress`, … What comes before a `-` names a group of series.
     pub name: String,
     /// What it is for, in a sentence.
     pub about: String,
     /// Settings of `grpo_math` that differ from its defaults, the same for every arm.
     pub settings: BTreeMap<String, String>,
-    /// The setting that tells this series from others of its family, where it belongs to one: a learning-rate sweep, a
-    /// scaling over model sizes.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub varies: Option<Varied>,
     /// By seed.
     pub seeds: Vec<Seed>,
-}
-
-/// A setting that is varied from series to series.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Varied {
-    /// Name of the setting: `grpo.learning_rate`, `model.d_model`.
-    pub setting: String,
-    /// Its value here.
-    pub value: f64,
 }
 
 /// The arms that started from one warm-up checkpoint.
@@ -191,6 +178,17 @@ pub struct LayerError {
     pub captured: f64,
 }
 
+/// Series of one group that differ in one setting: a learning-rate sweep, a scaling over model sizes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Family<'a> {
+    /// Name of the group.
+    pub name: &'a str,
+    /// The setting that differs.
+    pub setting: &'a str,
+    /// Its values, rising, each with its series.
+    pub members: Vec<(f64, &'a Series)>,
+}
+
 /// Where a policy is asked its held-out problems.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
@@ -295,6 +293,38 @@ impl Results {
         self.series.iter().map(|s| (s.name.as_str(), alone(s))).collect()
     }
 
+    /// Groups of two series or more that differ in one setting, a number, and in nothing else.
+    pub fn families(&self) -> Vec<Family<'_>> {
+        let mut names: Vec<&str> = self.series.iter().map(Series::group).collect();
+        names.dedup();
+        names.into_iter().filter_map(|name| self.family(name)).collect()
+    }
+
+    fn family<'a>(&'a self, name: &'a str) -> Option<Family<'a>> {
+        let members: Vec<&Series> = self.series.iter().filter(|series| series.group() == name).collect();
+        let differs = |key: &&String| {
+            members
+                .iter()
+                .any(|m| m.settings.get(*key) != members[0].settings.get(*key))
+        };
+        let mut keys: Vec<&String> = members.iter().flat_map(|m| m.settings.keys()).filter(differs).collect();
+        keys.sort();
+        keys.dedup();
+        let [setting] = keys[..] else { return None };
+        let value = |series: &&'a Series| Some((series.settings.get(setting)?.parse::<f64>().ok()?, *series));
+        let mut members: Vec<_> = members.iter().map(value).collect::<Option<_>>()?;
+        members.sort_by(|one, other| one.0.total_cmp(&other.0));
+        Some(Family { name, setting, members })
+    }
+
+    /// The series that are no part of a family, in their order.
+    pub fn main_series(&self) -> impl Iterator<Item = &Series> {
+        let families: Vec<&str> = self.families().iter().map(|family| family.name).collect();
+        self.series
+            .iter()
+            .filter(move |series| !families.contains(&series.group()))
+    }
+
     fn check(&self) -> Result<()> {
         for (at, series) in self.series.iter().enumerate() {
             if self.series[..at].iter().any(|other| other.name == series.name) {
@@ -313,6 +343,11 @@ impl Results {
 }
 
 impl Series {
+    /// What a group of series is called: the name up to a `-`.
+    pub fn group(&self) -> &str {
+        self.name.split('-').next().unwrap_or(&self.name)
+    }
+
     /// Letters of the arms that any seed has, in the order of the table of arms.
     pub fn arms(&self) -> Vec<&str> {
         let mut arms: Vec<&str> = Vec::new();
@@ -655,7 +690,7 @@ mod tests {
 
     #[test]
     fn a_full_series_is_small_once_it_is_thinned() {
-        let mut series = synthetic::series("stress", &synthetic::ARMS, [5, 250, 1024], None);
+        let mut series = synthetic::series("stress", &synthetic::ARMS, [5, 250, 1024]);
         // As many columns as `metrics.jsonl` has, none of them round.
         for arm in series.seeds.iter_mut().flat_map(|seed| &mut seed.arms) {
             let noise: Vec<_> = arm
@@ -737,6 +772,35 @@ mod tests {
             error.starts_with("cannot read ") && error.contains("results.json"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn series_that_differ_in_one_number_are_a_family() {
+        let mut results = synthetic::results();
+        let named = |results: &Results| -> Vec<(String, String, Vec<f64>)> {
+            let of = |family: Family<'_>| {
+                let values = family.members.iter().map(|member| member.0).collect();
+                (family.name.to_string(), family.setting.to_string(), values)
+            };
+            results.families().into_iter().map(of).collect()
+        };
+        let expected = [
+            ("rate", "grpo.learning_rate", vec![1e-4, 3e-4, 1e-3]),
+            ("size", "model.d_model", vec![64.0, 128.0, 256.0]),
+        ];
+        assert_eq!(
+            named(&results),
+            expected.map(|(name, setting, values)| (name.into(), setting.into(), values))
+        );
+        let main: Vec<_> = results.main_series().map(|series| series.name.as_str()).collect();
+        assert_eq!(main, ["calm", "stress"]);
+        // A second setting that differs, or a value that is no number, makes them series like any others.
+        results.series[2].settings.insert("grpo.steps".into(), "7".into());
+        results.series[5]
+            .settings
+            .insert("model.d_model".into(), "small".into());
+        assert_eq!(named(&results), []);
+        assert_eq!(results.main_series().count(), 8);
     }
 
     #[test]

@@ -25,13 +25,12 @@ pub const ARMS: [Arm; 11] = [
 ];
 
 /// A series with so many seeds, steps and held-out problems.
-pub fn series(name: &str, arms: &[Arm], [seeds, steps, problems]: [usize; 3], varies: Option<Varied>) -> Series {
+pub fn series(name: &str, arms: &[Arm], [seeds, steps, problems]: [usize; 3]) -> Series {
     let mut random = ChaCha8Rng::seed_from_u64(name.len() as u64);
     Series {
         name: name.into(),
         about: "Synthetic: drawn, not measured.".into(),
         settings: BTreeMap::from([("grpo.learning_rate".into(), "0.001".into())]),
-        varies,
         seeds: (1..=seeds)
             .map(|seed| Seed {
                 seed: seed as u64,
@@ -145,25 +144,20 @@ fn run(&(arm, share, gap): &Arm, seed: usize, steps: usize, problems: usize, ran
 /// Two series of all arms, a learning-rate sweep and a scaling.
 pub fn results() -> Results {
     let pick = |letters: &[&str]| -> Vec<Arm> { ARMS.into_iter().filter(|arm| letters.contains(&arm.0)).collect() };
-    let varied = |setting: &str, value: f64| {
-        Some(Varied {
-            setting: setting.into(),
-            value,
-        })
-    };
     let mut all = vec![
-        series("calm", &ARMS, [5, 150, 256], None),
-        series("stress", &ARMS, [5, 250, 256], None),
+        series("calm", &ARMS, [5, 150, 256]),
+        series("stress", &ARMS, [5, 250, 256]),
     ];
+    let mut member = |name: &str, setting: &str, value: f64, arms: &[Arm]| {
+        let mut series = series(&format!("{name}-{value}"), arms, [3, 20, 128]);
+        series.settings.insert(setting.into(), value.to_string());
+        all.push(series);
+    };
     for rate in [1e-4, 3e-4, 1e-3] {
-        let name = format!("rate-{rate}");
-        let varies = varied("grpo.learning_rate", rate);
-        all.push(series(&name, &pick(&["A", "B", "E"]), [3, 20, 128], varies));
+        member("rate", "grpo.learning_rate", rate, &pick(&["A", "B", "E"]));
     }
     for size in [64.0, 128.0, 256.0] {
-        let name = format!("size-{size}");
-        let varies = varied("model.d_model", size);
-        all.push(series(&name, &pick(&["A", "B", "E", "E+"]), [3, 20, 128], varies));
+        member("size", "model.d_model", size, &pick(&["A", "B", "E", "E+"]));
     }
     Results {
         command: "cargo run --release -p quads_ablation".into(),
