@@ -4,6 +4,7 @@ pub mod arms;
 pub mod checks;
 pub mod results;
 pub mod statistics;
+pub mod table;
 
 #[cfg(test)]
 mod synthetic;
