@@ -2,6 +2,7 @@
 #![warn(missing_docs)]
 pub mod arms;
 pub mod checks;
+pub mod plots;
 pub mod results;
 pub mod statistics;
 pub mod table;
