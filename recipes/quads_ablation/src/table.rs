@@ -299,7 +299,7 @@ fn accuracy(series: &Series) -> Table {
 }
 
 /// Trainer and rollout of an arm, in words.
-fn precisions_of(letter: &str) -> (String, String) {
+pub fn precisions_of(letter: &str) -> (String, String) {
     let Some(arm) = Arm::find(letter) else {
         return ("—".into(), "—".into());
     };
