@@ -3,6 +3,7 @@
 pub mod answer;
 pub mod arms;
 pub mod checks;
+pub mod page;
 pub mod plots;
 pub mod report;
 pub mod results;

@@ -80,6 +80,9 @@ const FOLLOWED: [Followed; 5] = [
     },
 ];
 
+/// Of logarithmic plots.
+const BELOW: &str = " What is too small for the axis lies on its bottom.";
+
 /// The plots of one series or family, under its heading.
 #[derive(Clone, Debug)]
 pub struct Section {
@@ -129,11 +132,15 @@ impl Followed {
             .iter()
             .zip(arms)
             .any(|(line, arm)| *arm != "A" && !line.points.is_empty());
+        let below = if self.logarithmic { BELOW } else { "" };
         let drawn = |line: &Line| others && !line.points.is_empty();
         Plot {
             file: format!("{}_{}_{group}", series.name, self.file),
             title: self.title.into(),
-            caption: format!("{} Median over the seeds; the band is their range.", self.caption),
+            caption: format!(
+                "{} Median over the seeds; the band is their range.{below}",
+                self.caption
+            ),
             x_label: "GRPO step".into(),
             y_label: self.y_label.into(),
             drawing: Drawing::Lines {
@@ -257,8 +264,10 @@ fn of_family(family: &Family<'_>) -> Result<Vec<Plot>> {
     let ticks: Vec<String> = family.members.iter().map(|(value, _)| plain_number(*value)).collect();
     let line = |arm: &str, mark: &dyn Fn(&Series, f64) -> Result<Option<Mark>>| -> Result<Line> {
         let mut points = Vec::new();
+        // Whiskers of different arms stand beside each other.
+        let place = GROUPS[0].1.iter().position(|other| *other == arm).unwrap_or(0);
         for (at, (_, series)) in family.members.iter().enumerate() {
-            points.extend(mark(series, at as f64)?);
+            points.extend(mark(series, at as f64 + 0.03 * (place as f64 - 2.5))?);
         }
         Ok(Line {
             label: arm.into(),
@@ -331,7 +340,7 @@ fn of_family(family: &Family<'_>) -> Result<Vec<Plot>> {
         plot(
             "gap",
             "Mean gap at the warm-up checkpoint",
-            "The same tokens for all arms; mean over the seeds, the whisker is their range.",
+            &format!("The same tokens for all arms; mean over the seeds, the whisker is their range.{BELOW}"),
             "mean |Δ log-prob|, nats",
             gaps,
             true,

@@ -218,7 +218,7 @@ mod tests {
             "51.37, collapses near step 150",
             "What was to be shown",
             "id=\"stress\"",
-            "grpo.learning_rate = 0.001",
+            "trainer.learning_rate = 0.001",
             "a synthetic processor",
             "1 h 30 min",
             "below 70 % of its running maximum",

@@ -178,7 +178,7 @@ pub struct LayerError {
     pub captured: f64,
 }
 
-/// Series of one group that differ in one setting: a learning-rate sweep, a scaling over model sizes.
+/// Series of one group that are named after the value of a setting: a learning-rate sweep, a scaling over model sizes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Family<'a> {
     /// Name of the group.
@@ -293,27 +293,31 @@ impl Results {
         self.series.iter().map(|s| (s.name.as_str(), alone(s))).collect()
     }
 
-    /// Groups of two series or more that differ in one setting, a number, and in nothing else.
+    /// Groups of two series or more that are named after the values of a setting: `sweep-1e-4` and `sweep-3e-4` where that
+    /// is `trainer.learning_rate`. Of several settings that have these values, the first by its name.
     pub fn families(&self) -> Vec<Family<'_>> {
-        let mut names: Vec<&str> = self.series.iter().map(Series::group).collect();
-        names.dedup();
+        let mut names: Vec<&str> = Vec::new();
+        for series in &self.series {
+            if !names.contains(&series.group()) {
+                names.push(series.group());
+            }
+        }
         names.into_iter().filter_map(|name| self.family(name)).collect()
     }
 
     fn family<'a>(&'a self, name: &'a str) -> Option<Family<'a>> {
-        let members: Vec<&Series> = self.series.iter().filter(|series| series.group() == name).collect();
-        let differs = |key: &&String| {
-            members
-                .iter()
-                .any(|m| m.settings.get(*key) != members[0].settings.get(*key))
-        };
-        let mut keys: Vec<&String> = members.iter().flat_map(|m| m.settings.keys()).filter(differs).collect();
-        keys.sort();
-        keys.dedup();
-        let [setting] = keys[..] else { return None };
-        let value = |series: &&'a Series| Some((series.settings.get(setting)?.parse::<f64>().ok()?, *series));
-        let mut members: Vec<_> = members.iter().map(value).collect::<Option<_>>()?;
+        let of_group = self.series.iter().filter(|series| series.group() == name);
+        let value = |series: &'a Series| Some((series.name.split_once('-')?.1.parse::<f64>().ok()?, series));
+        let mut members: Vec<(f64, &Series)> = of_group.map(value).collect::<Option<_>>()?;
+        if members.len() < 2 {
+            return None;
+        }
         members.sort_by(|one, other| one.0.total_cmp(&other.0));
+        let named_after = |key: &&String| {
+            let value = |series: &Series| series.settings.get(*key)?.parse::<f64>().ok();
+            members.iter().all(|(named, series)| value(series) == Some(*named))
+        };
+        let setting = members[0].1.settings.keys().find(named_after)?;
         Some(Family { name, setting, members })
     }
 
@@ -775,7 +779,7 @@ mod tests {
     }
 
     #[test]
-    fn series_that_differ_in_one_number_are_a_family() {
+    fn series_named_after_a_settings_value_are_a_family() {
         let mut results = synthetic::results();
         let named = |results: &Results| -> Vec<(String, String, Vec<f64>)> {
             let of = |family: Family<'_>| {
@@ -785,8 +789,8 @@ mod tests {
             results.families().into_iter().map(of).collect()
         };
         let expected = [
-            ("rate", "grpo.learning_rate", vec![1e-4, 3e-4, 1e-3]),
-            ("size", "model.d_model", vec![64.0, 128.0, 256.0]),
+            ("rate", "trainer.learning_rate", vec![1e-4, 3e-4, 1e-3]),
+            ("size", "model.hidden_size", vec![64.0, 128.0, 256.0]),
         ];
         assert_eq!(
             named(&results),
@@ -794,11 +798,14 @@ mod tests {
         );
         let main: Vec<_> = results.main_series().map(|series| series.name.as_str()).collect();
         assert_eq!(main, ["calm", "stress"]);
-        // A second setting that differs, or a value that is no number, makes them series like any others.
-        results.series[2].settings.insert("grpo.steps".into(), "7".into());
+        // Another setting that differs does not matter; a name that is no value of a setting does.
+        results.series[2].settings.insert("model.heads".into(), "7".into());
         results.series[5]
             .settings
-            .insert("model.d_model".into(), "small".into());
+            .insert("model.hidden_size".into(), "32".into());
+        assert_eq!(named(&results)[0].0, "rate");
+        assert_eq!(named(&results).len(), 1);
+        results.series[3].name = "rate-middle".into();
         assert_eq!(named(&results), []);
         assert_eq!(results.main_series().count(), 8);
     }

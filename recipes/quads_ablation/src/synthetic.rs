@@ -30,7 +30,7 @@ pub fn series(name: &str, arms: &[Arm], [seeds, steps, problems]: [usize; 3]) ->
     Series {
         name: name.into(),
         about: "Synthetic: drawn, not measured.".into(),
-        settings: BTreeMap::from([("grpo.learning_rate".into(), "0.001".into())]),
+        settings: BTreeMap::from([("grpo.steps".into(), steps.to_string())]),
         seeds: (1..=seeds)
             .map(|seed| Seed {
                 seed: seed as u64,
@@ -154,10 +154,10 @@ pub fn results() -> Results {
         all.push(series);
     };
     for rate in [1e-4, 3e-4, 1e-3] {
-        member("rate", "grpo.learning_rate", rate, &pick(&["A", "B", "E"]));
+        member("rate", "trainer.learning_rate", rate, &pick(&["A", "B", "E"]));
     }
     for size in [64.0, 128.0, 256.0] {
-        member("size", "model.d_model", size, &pick(&["A", "B", "E", "E+"]));
+        member("size", "model.hidden_size", size, &pick(&["A", "B", "E", "E+"]));
     }
     Results {
         command: "cargo run --release -p quads_ablation".into(),

@@ -134,6 +134,9 @@ impl Table {
                 if column < self.words {
                     classes.push("words");
                 }
+                if column < self.words && self.width(column) > 30 {
+                    classes.push("long");
+                }
                 if cell.starts_with("FAILS") {
                     classes.push("fails");
                 }
@@ -366,7 +369,8 @@ fn differences(series: &Series) -> Result<Table> {
     header.extend(Side::ALL.map(Side::name));
     let mut table = Table::new(
         "Difference to A at the end, in points of pass@1",
-        "Mean [paired 95 % bootstrap interval] (seeds above / below zero). Few seeds make short intervals: see how to read them.",
+        "Mean [paired 95 % bootstrap interval] (seeds above / below zero). The end of the report says how far to \
+         trust intervals of few seeds.",
         1,
         &header,
     );
@@ -755,7 +759,7 @@ mod tests {
             .map(|(heading, _)| heading)
             .collect();
         assert_eq!(headings.len(), 5);
-        assert!(headings[1].starts_with("calm: ") && headings[3].starts_with("rate: grpo.learning_rate"));
+        assert!(headings[1].starts_with("calm: ") && headings[3].starts_with("rate: trainer.learning_rate"));
         let (text, markdown) = (to_text(&results).unwrap(), to_markdown(&results).unwrap());
         for says in [
             "72.86",

@@ -4,7 +4,7 @@ use grpo_math::plots::{self, GRID, INK, LARGEST, SERIES, SIZE, digits_for};
 use plotters::{
     coord::{
         Shift,
-        ranged1d::{Ranged, ValueFormatter},
+        ranged1d::{AsRangedCoord, Ranged, ValueFormatter},
     },
     prelude::*,
     style::text_anchor::{HPos, Pos, VPos},
@@ -205,7 +205,7 @@ impl Plot {
         y_formatter: &dyn Fn(&f64) -> String,
     ) -> Drawn
     where
-        Y: plotters::coord::ranged1d::AsRangedCoord<Value = f64>,
+        Y: AsRangedCoord<Value = f64>,
         Y::CoordDescType: Ranged<ValueType = f64> + ValueFormatter<f64>,
     {
         draw_legend(root, lines)?;
@@ -233,7 +233,7 @@ impl Plot {
             .axis_style(INK)
             .label_style(text.clone())
             .axis_desc_style(text)
-            .x_labels(if ticks.is_empty() { 6 } else { 2 * ticks.len() + 1 })
+            .x_labels(if ticks.is_empty() { 6 } else { ticks.len() })
             .y_labels(6)
             .x_label_formatter(&place)
             .y_label_formatter(&y_formatter)
