@@ -44,7 +44,7 @@ pub fn to_html(results: &Results) -> Result<String> {
     let plots = plots::sections(results)?;
     let mut page = String::new();
     write_head(&mut page, results)?;
-    write!(page, "<section class=\"answer\">\n")?;
+    page.push_str("<section class=\"answer\">\n");
     for sentence in answer::sentences(results)? {
         writeln!(page, "<p>{}</p>", escape(&sentence))?;
     }

@@ -365,7 +365,7 @@ fn precisions(series: &Series) -> Table {
 
 /// Every arm less A.
 fn differences(series: &Series) -> Result<Table> {
-    let mut header = vec!["arm less A"];
+    let mut header = vec!["arm"];
     header.extend(Side::ALL.map(Side::name));
     let mut table = Table::new(
         "Difference to A at the end, in points of pass@1",
