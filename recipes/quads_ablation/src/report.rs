@@ -17,7 +17,7 @@ const MORE_STYLE: &str = include_str!("report.css");
 
 /// When an arm counts as collapsed, as it was written down before the runs.
 pub const COLLAPSE_RULE: &str = "accuracy: held-out pass@1 in the arm's own rollout precision is below 70 % of its running \
-    maximum at 20 evaluations in a row; skipped: more than 5 % of the updates so far were left out for numbers that were not \
+    maximum at 20 evaluations in a row; skipped: from step 20 on, more than 5 % of the updates so far were left out for numbers that were not \
     finite; gap: over the last third of the steps so far the largest |Δ log-prob| rises while the reward falls. The earliest counts.";
 
 /// Writes `table.txt`, `table.md`, `plots/*.svg` and `report.html` into a folder, each whole or not at all.

@@ -18,7 +18,7 @@ use rand::Rng;
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 use std::fmt;
 
-use crate::results::{Answers, Series, Side};
+use crate::results::{Answers, Seed, Series, Side};
 
 /// Resamples of an interval.
 pub const RESAMPLES: usize = 10_000;
@@ -119,7 +119,7 @@ pub fn points(difference: f64) -> String {
 /// # Errors
 /// When the arms of a seed answered other numbers of problems.
 pub fn final_difference(series: &Series, one: &str, other: &str, side: Side) -> Result<Option<Difference>> {
-    let pair = |seed: &crate::results::Seed| {
+    let pair = |seed: &Seed| {
         let [one, other] = [one, other].map(|arm| seed.arm(arm).map(|arm| arm.end.side(side).clone()));
         Some((one?, other?))
     };
@@ -198,7 +198,7 @@ impl ResampledSum {
         // The distribution of a sum of independent draws is a convolution; its power by squaring.
         let (mut power, mut square, mut left) = (vec![1.0], one, problems);
         while left > 0 {
-            if left % 2 == 1 {
+            if !left.is_multiple_of(2) {
                 power = convolve(&power, &square);
             }
             left /= 2;

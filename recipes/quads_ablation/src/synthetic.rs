@@ -62,7 +62,7 @@ fn gap(&(arm, _, size): &Arm, random: &mut ChaCha8Rng) -> Gap {
 }
 
 fn run(&(arm, share, gap): &Arm, seed: usize, steps: usize, problems: usize, random: &mut ChaCha8Rng) -> ArmRun {
-    let collapses = arm == "B" && seed % 2 == 0;
+    let collapses = arm == "B" && seed.is_multiple_of(2);
     let end = if collapses {
         0.1
     } else {
@@ -106,7 +106,7 @@ fn run(&(arm, share, gap): &Arm, seed: usize, steps: usize, problems: usize, ran
         );
         push(
             "sampling/sampling_logp_difference/p99",
-            measured.then(|| 6.0 * gap * tail),
+            measured.then_some(6.0 * gap * tail),
         );
         push(
             "actor/entropy",

@@ -369,8 +369,8 @@ fn differences(series: &Series) -> Result<Table> {
     header.extend(Side::ALL.map(Side::name));
     let mut table = Table::new(
         "Difference to A at the end, in points of pass@1",
-        "Mean [paired 95 % bootstrap interval] (seeds above / below zero). The end of the report says how far to \
-         trust intervals of few seeds.",
+        "Mean [paired 95 % bootstrap interval] (seeds above / below zero). With few seeds read both \
+         together.",
         1,
         &header,
     );
@@ -559,7 +559,7 @@ pub fn paper(results: &Results) -> Result<Table> {
     let mut table = Table::new(
         "QUADS (July 2026: 25B parameters, 2.8B active, GRPO on Blackwell) beside ours",
         "Pass@1 in the rollout's own precision, %, ours as mean ± standard error over the seeds, with collapsed runs; differences in \
-         points with paired 95 % intervals (seeds above / below zero). Ours is NVFP4 emulated, on models smaller by five orders of \
+         points with paired 95 % intervals (seeds above / below zero). Ours is NVFP4 emulated, on models smaller by about five orders of \
          magnitude. Largest gap: of a run's steps, the largest |Δ log-prob| of a token, mean over the seeds.",
         1,
         &header,
