@@ -1,6 +1,5 @@
 //! Parts of the `quads_ablation` recipe: the comparison that QUADS claims, arm by arm from shared warm-up checkpoints.
 #![warn(missing_docs)]
-pub mod agreement;
 pub mod answer;
 pub mod arms;
 pub mod checks;

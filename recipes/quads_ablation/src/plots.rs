@@ -1,4 +1,4 @@
-//! The plots of the comparison: which there are. How they are drawn is in [`drawing`].
+//! The plots of the comparison: which there are. How they are drawn is in `plots/drawing.rs`.
 mod drawing;
 
 use anyhow::Result;

@@ -49,7 +49,7 @@ impl Table {
         self.rows.push(cells);
     }
 
-    /// For the terminal: at most [`WIDTH`] characters a line, where words can be wrapped and columns moved below.
+    /// For the terminal: at most 118 characters a line, where words can be wrapped and columns moved below.
     pub fn to_text(&self) -> String {
         let mut text = format!("{}\n", self.title);
         for line in wrapped(&self.note, WIDTH) {
