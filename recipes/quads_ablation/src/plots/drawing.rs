@@ -18,7 +18,7 @@ const ROW: i32 = 19;
 /// Names in a row of the legend.
 const NAMES: usize = 3;
 /// A logarithmic axis ends so far below its largest value.
-const DECADES: f64 = 1e-5;
+const DECADES: f64 = 1e-4;
 
 /// A plot.
 #[derive(Clone, Debug)]
