@@ -30,6 +30,7 @@ Examples:
   grpo_math --model DIR --data gsm8k.jsonl           a model of Hugging Face's on problems in free text
   grpo_math --resume runs/grpo_math                  go on after Ctrl-C
   grpo_math gap --run runs/grpo_math                 the log-prob gap of every pairing after the warm-up
+  grpo_math gap --run runs/grpo_math --export gap    the same, with all that another program needs to repeat it
 
 Exit code: 0 done, 1 error, 2 wrong arguments, 130 stopped by Ctrl-C, SIGTERM or SIGHUP (saved).";
 
@@ -126,6 +127,11 @@ pub struct GapArgs {
     /// many as the task has problems.
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..=1_000_000))]
     pub completions: Option<usize>,
+    /// Also writes, to a new folder, all that another program needs to measure the same gaps: the checkpoint as a Hugging
+    /// Face folder in f32 (model/), the calibrated residual masks (residual_masks.safetensors), and the token ids with both
+    /// sides' log-probs of every pairing (gap.json).
+    #[arg(long, value_name = "FOLDER")]
+    pub export: Option<PathBuf>,
     /// Prints one JSON object instead of a table.
     #[arg(long)]
     pub json: bool,

@@ -14,7 +14,7 @@ use crate::{
     problems::Problems,
     results::nats,
     sampling::{Rollouts, Sampling},
-    scoring::{mismatch, trainer_side},
+    scoring::{BothSides, both_sides, trainer_side},
     seeds,
     session::{calibrate, check_problems, read_policy},
 };
@@ -95,18 +95,35 @@ pub struct GapReport {
 /// Completions that are sampled when no number is asked for and there are as many held-out problems.
 pub const COMPLETIONS: usize = 512;
 
+/// Gaps, and what they were measured on.
+#[derive(Clone, Debug)]
+pub struct Measurement {
+    /// The gaps.
+    pub report: GapReport,
+    /// The policy, in f32.
+    pub policy: Policy,
+    /// Its calibrated residual masks.
+    pub masks: ResidualMasks,
+    /// The completions.
+    pub rollouts: Rollouts,
+    /// Log-probs of their tokens, by pairing.
+    pub log_probs: Vec<BothSides>,
+    /// What the logits were divided by.
+    pub temperature: f32,
+}
+
 /// Samples completions of held-out problems from a checkpoint's policy in high precision, and measures the gaps on them.
 /// Without a number of `completions` there are [`COMPLETIONS`], or one for each held-out problem that the task has.
 pub fn measure_checkpoint(
     config: &Config,
+    problems: &Problems,
     checkpoint: &Checkpoint,
     step: usize,
     completions: Option<usize>,
-) -> Result<GapReport> {
-    let problems = Problems::draw(config)?;
-    check_problems(config, &problems, checkpoint)?;
-    let (policy, _) = read_policy(config, &problems, checkpoint)?;
-    let masks = calibrate(config, &problems, &policy)?;
+) -> Result<Measurement> {
+    check_problems(config, problems, checkpoint)?;
+    let (policy, _) = read_policy(config, problems, checkpoint)?;
+    let masks = calibrate(config, problems, &policy)?;
     let held_out = problems.more_held_out(completions.unwrap_or(COMPLETIONS), "gap problems")?;
     if let Some(asked) = completions.filter(|asked| *asked > held_out.len()) {
         bail!(
@@ -116,25 +133,32 @@ pub fn measure_checkpoint(
         );
     }
     let held_out: Vec<_> = held_out.iter().collect();
-    let mut sampling = Sampling::new(config, &problems)?;
+    let mut sampling = Sampling::new(config, problems)?;
     let seed = seeds::seed(config.run.seed, "gap", step as u64);
     let rollouts = sampling.rollouts(&trainer_side(&policy, &Precision::High)?, &held_out, seed)?;
-    measure(config, &policy, step, &masks, &rollouts)
+    measure(config, policy, step, masks, rollouts)
 }
 
 /// Scores completions, sampled from `policy` in high precision, by both sides of every pairing.
 fn measure(
     config: &Config,
-    policy: &Policy,
+    policy: Policy,
     step: usize,
-    masks: &ResidualMasks,
-    rollouts: &Rollouts,
-) -> Result<GapReport> {
+    masks: ResidualMasks,
+    rollouts: Rollouts,
+) -> Result<Measurement> {
     let (temperature, replay) = (config.rollout.temperature as f32, config.rollout.routing_replay);
-    let mut gaps = Vec::new();
+    let (mut gaps, mut log_probs) = (Vec::new(), Vec::new());
     for Pairing { name, trainer, rollout } in pairings() {
-        let (packed, _) = sync(policy, &rollout, Some(masks))?;
-        let mismatch = mismatch(&trainer_side(policy, &trainer)?, &packed, rollouts, temperature, replay);
+        let (packed, _) = sync(&policy, &rollout, Some(&masks))?;
+        let sides = both_sides(
+            &trainer_side(&policy, &trainer)?,
+            &packed,
+            &rollouts,
+            temperature,
+            replay,
+        );
+        let mismatch = sides.mismatch();
         gaps.push(PairingGap {
             pairing: name,
             trainer: trainer.to_string(),
@@ -144,14 +168,23 @@ fn measure(
             max: mismatch.max,
             k3_kl: mismatch.k3_kl,
         });
+        log_probs.push(sides);
     }
-    Ok(GapReport {
+    let report = GapReport {
         step,
         routing_replay: replay,
         completions: rollouts.completions.len(),
         tokens: rollouts.tokens(),
         accuracy: rollouts.mean_reward(),
         gaps,
+    };
+    Ok(Measurement {
+        report,
+        policy,
+        masks,
+        rollouts,
+        log_probs,
+        temperature,
     })
 }
 

@@ -4,7 +4,7 @@
 //! [`reinforce`] (its two stages), [`finish`] (the last table); then what they are made of: [`config`], [`problems`]
 //! and [`language`] with [`text`],
 //! [`sampling`] and [`scoring`], [`session`] with [`checkpoints`] and [`metrics`], [`charts`], [`plots`] and [`report`]; and
-//! [`gap`], a measurement of its own.
+//! [`gap`], a measurement of its own, which [`gap_export`] writes down for other programs.
 #![warn(missing_docs)]
 pub mod atomic_write;
 pub mod backend;
@@ -16,6 +16,7 @@ pub mod console;
 pub mod fingerprint;
 pub mod finish;
 pub mod gap;
+pub mod gap_export;
 pub mod interrupt;
 pub mod language;
 pub mod metrics;

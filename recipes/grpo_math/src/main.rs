@@ -8,6 +8,7 @@ use grpo_math::{
     console,
     finish::{self, Activity},
     gap,
+    gap_export::Export,
     interrupt::{self, Interrupt},
     metrics::Position,
     problems::Problems,
@@ -119,11 +120,21 @@ fn measure_gap(arguments: &GapArgs) -> Result<ExitCode> {
         false => checkpoints.read(position)?,
     };
     session::check_fingerprint(&folder, &config, &checkpoint)?;
-    let report = gap::measure_checkpoint(&config, &checkpoint, arguments.step, arguments.completions)?;
+    // Refused before the work, not after it.
+    let export = arguments.export.as_deref().map(Export::new).transpose()?;
+    let problems = Problems::draw(&config)?;
+    let measured = gap::measure_checkpoint(&config, &problems, &checkpoint, arguments.step, arguments.completions)?;
     console::deliver(&match arguments.json {
-        true => serde_json::to_string_pretty(&report)? + "\n",
-        false => report.to_string(),
+        true => serde_json::to_string_pretty(&measured.report)? + "\n",
+        false => measured.report.to_string(),
     })?;
+    if let Some(export) = export {
+        export.write(&measured, &problems)?;
+        console::err(format!(
+            "To measure it with another program: {}",
+            export.folder().display()
+        ));
+    }
     Ok(ExitCode::SUCCESS)
 }
 

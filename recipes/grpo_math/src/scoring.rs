@@ -32,16 +32,46 @@ pub fn token_log_probs(model: &Sampler, rollouts: &Rollouts, temperature: f32) -
     scores.log_probs.concat()
 }
 
-/// The gap of a trainer and a rollout on tokens that either may have sampled. With `replay` the trainer takes the experts
+/// Log-probs of the same tokens as both sides see them, by completion.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BothSides {
+    /// The trainer's.
+    pub trainer: Vec<Vec<f32>>,
+    /// The rollout's.
+    pub rollout: Vec<Vec<f32>>,
+}
+
+impl BothSides {
+    /// How far they differ.
+    pub fn mismatch(&self) -> Mismatch {
+        Mismatch::new(&self.trainer.concat(), &self.rollout.concat())
+    }
+}
+
+/// Scores tokens, that either may have sampled, by a trainer and a rollout. With `replay` the trainer takes the experts
 /// that this rollout chooses for them.
-pub fn mismatch(trainer: &Sampler, rollout: &Sampler, rollouts: &Rollouts, temperature: f32, replay: bool) -> Mismatch {
+pub fn both_sides(
+    trainer: &Sampler,
+    rollout: &Sampler,
+    rollouts: &Rollouts,
+    temperature: f32,
+    replay: bool,
+) -> BothSides {
     let live = || rollouts.completions.iter().map(|_| None);
     let rollout = score_tokens(rollout, rollouts, temperature, live(), replay);
     let trainer = match replay {
         true => score_tokens(trainer, rollouts, temperature, rollout.routing.iter().map(Some), false),
         false => score_tokens(trainer, rollouts, temperature, live(), false),
     };
-    Mismatch::new(&trainer.log_probs.concat(), &rollout.log_probs.concat())
+    BothSides {
+        trainer: trainer.log_probs,
+        rollout: rollout.log_probs,
+    }
+}
+
+/// The gap of a trainer and a rollout, scored by [`both_sides`].
+pub fn mismatch(trainer: &Sampler, rollout: &Sampler, rollouts: &Rollouts, temperature: f32, replay: bool) -> Mismatch {
+    both_sides(trainer, rollout, rollouts, temperature, replay).mismatch()
 }
 
 /// `routing`, one a completion: experts to take instead of the router's choice.

@@ -143,10 +143,13 @@ impl TextLanguage {
 
     /// What makes a folder with f32 weights a model of its own: configuration, tokenizer, generation settings.
     pub fn write_beside_weights(&self, folder: &Path) -> Result<()> {
-        FolderFormat::like(&self.0.folder)
-            .with_dtype(burn_nvfp4::safetensors_file::Dtype::F32)
-            .write_companions(folder)
-            .with_context(|| format!("cannot write {}", folder.display()))
+        let written = self.f32_format().write_companions(folder);
+        written.with_context(|| format!("cannot write {}", folder.display()))
+    }
+
+    /// That of a folder like the model's, with every weight in f32.
+    pub fn f32_format(&self) -> FolderFormat {
+        FolderFormat::like(&self.0.folder).with_dtype(burn_nvfp4::safetensors_file::Dtype::F32)
     }
 
     /// Writes the model after step `step` in the form in which it was loaded: names, types, tokenizer.
