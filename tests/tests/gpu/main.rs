@@ -56,6 +56,8 @@ all_tests! {
     packing::a_weight_that_is_not_finite_becomes_nan,
     linear::every_precision_is_within_the_bound_of_the_exact_product,
     linear::input_of_one_to_four_dimensions_with_and_without_bias,
+    linear::half_precision_comes_out_as_it_went_in,
+    linear::another_mask_takes_the_place_of_the_one_in_use,
     linear::strided_and_offset_input,
     linear::zero_rows_give_zero_rows,
     linear::a_row_depends_on_no_other_row,
