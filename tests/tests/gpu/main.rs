@@ -72,6 +72,8 @@ all_tests! {
     modules::an_unmodified_attention_layer_runs_packed,
     blocking::nothing_waits_for_the_device,
     training::a_linear_layer_trains_as_on_flex,
+    quads::rows_are_sorted_by_expert_as_on_flex,
+    quads::the_experts_of_largest_logits_are_those_of_flex,
     quads::experts_and_their_gradients_are_those_of_flex,
     quads::a_model_and_its_gradients_are_those_of_flex,
     quads::sync_packs_what_the_trainer_multiplies_with,
