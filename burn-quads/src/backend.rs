@@ -7,6 +7,7 @@
 //! |---|---|---|
 //! | `fake_quantize_weight` | the stored (packed) value of each weight | identity |
 //! | `fake_quantize_activations` | what a matmul sees of its input | identity |
+//! | `with_gradient_of` | a value that was computed before | that of another computation of the same thing |
 //! | `grouped_linear` | `y_e = x_e · w_e` for each expert `e` | `dx_e = g_e · w_eᵀ`, `dw_e = x_eᵀ · g_e` |
 //!
 //! What has no straight-through gradient is in [`LayerBackend`].
@@ -19,7 +20,7 @@ use burn::backend::{
     },
 };
 use burn_backend::{
-    Backend,
+    Backend, TensorMetadata,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_nvfp4::{Nvfp4, Nvfp4Backend, Nvfp4Tensor, WeightFormat};
@@ -40,6 +41,13 @@ pub trait QuadsBackend: LayerBackend {
 
     /// The activations `[.., k]` as a matmul in the setting `activation` sees them; the gradient passes unchanged.
     fn fake_quantize_activations(x: FloatTensor<Self>, activation: &Activation) -> FloatTensor<Self>;
+
+    /// `value` as it is, with the gradient of what `surrogate` computes in its place. Without gradients `surrogate` is not
+    /// asked.
+    ///
+    /// # Panics
+    /// When the two have different shapes.
+    fn with_gradient_of(value: FloatTensor<Self>, surrogate: impl FnOnce() -> FloatTensor<Self>) -> FloatTensor<Self>;
 
     /// Products of consecutive groups of rows with their own weights.
     ///
@@ -91,6 +99,10 @@ impl<B: Nvfp4Backend + LayerBackend> QuadsBackend for Nvfp4<B> {
         }
     }
 
+    fn with_gradient_of(value: FloatTensor<Self>, _: impl FnOnce() -> FloatTensor<Self>) -> FloatTensor<Self> {
+        value
+    }
+
     fn grouped_linear(x: FloatTensor<Self>, w: FloatTensor<Self>, counts: IntTensor<Self>) -> FloatTensor<Self> {
         Nvfp4Tensor::Dense(match w {
             Nvfp4Tensor::Packed(w) => B::packed_grouped_linear(x.dense(), &w, counts),
@@ -130,6 +142,10 @@ impl QuadsBackend for Flex {
 
     fn fake_quantize_activations(x: FloatTensor<Self>, activation: &Activation) -> FloatTensor<Self> {
         <Self as Nvfp4Backend>::fake_quantize_activations(x, activation)
+    }
+
+    fn with_gradient_of(value: FloatTensor<Self>, _: impl FnOnce() -> FloatTensor<Self>) -> FloatTensor<Self> {
+        value
     }
 
     fn grouped_linear(x: FloatTensor<Self>, w: FloatTensor<Self>, counts: IntTensor<Self>) -> FloatTensor<Self> {
@@ -189,6 +205,16 @@ impl<B: QuadsBackend, C: CheckpointStrategy> QuadsBackend for Autodiff<B, C> {
             Activation::Full => x,
             _ => straight_through::<B, C>(x, |x| B::fake_quantize_activations(x, activation)),
         }
+    }
+
+    fn with_gradient_of(value: FloatTensor<Self>, surrogate: impl FnOnce() -> FloatTensor<Self>) -> FloatTensor<Self> {
+        let surrogate = surrogate();
+        let shapes = [value.primitive.shape(), surrogate.primitive.shape()];
+        assert_eq!(
+            shapes[0], shapes[1],
+            "a value and what its gradient is taken of have one shape"
+        );
+        straight_through::<B, C>(surrogate, |_| value.primitive)
     }
 
     fn grouped_linear(x: FloatTensor<Self>, w: FloatTensor<Self>, counts: IntTensor<Self>) -> FloatTensor<Self> {

@@ -42,7 +42,7 @@ pub enum DatasetError {
     /// The file is absent, or no file.
     #[error(transparent)]
     File(#[from] SafetensorsError),
-    /// The file system refused, or the file is not UTF-8.
+    /// The file system refused.
     #[error("{}: {source}", .path.display())]
     Io {
         /// The file.
@@ -79,22 +79,38 @@ pub fn load_problems(path: &Path, fields: &FieldNames) -> Result<Vec<TextProblem
     };
     let mut problems = vec![];
     let (file, _) = regular_file::open(path)?;
-    for (index, line) in BufReader::new(file).lines().enumerate() {
+    for (index, line) in BufReader::new(file).split(b'\n').enumerate() {
         let line = line.map_err(io)?;
-        if line.trim().is_empty() {
-            continue;
-        }
-        let problem = text_problem(&line, fields).map_err(|problem| DatasetError::Line {
+        let refuse = |problem| DatasetError::Line {
             path: path.into(),
             line: index + 1,
             problem,
-        })?;
-        problems.push(problem);
+        };
+        let line = utf8(&line, index == 0).map_err(refuse)?;
+        if line.trim().is_empty() {
+            continue;
+        }
+        problems.push(text_problem(line, fields).map_err(refuse)?);
     }
     match problems.is_empty() {
         true => Err(DatasetError::Empty { path: path.into() }),
         false => Ok(problems),
     }
+}
+
+/// A line's text. Some editors begin a file with a byte order mark, which is no part of its text.
+fn utf8(line: &[u8], first: bool) -> Result<&str, String> {
+    if first && (line.starts_with(&[0xFF, 0xFE]) || line.starts_with(&[0xFE, 0xFF])) {
+        return Err("begins with a byte order mark of UTF-16; expected UTF-8".into());
+    }
+    let line = line
+        .strip_prefix("\u{feff}".as_bytes())
+        .filter(|_| first)
+        .unwrap_or(line);
+    std::str::from_utf8(line).map_err(|error| {
+        let at = error.valid_up_to();
+        format!("byte 0x{:02X} at position {} is not UTF-8", line[at], at + 1)
+    })
 }
 
 fn text_problem(line: &str, fields: &FieldNames) -> Result<TextProblem, String> {
@@ -199,6 +215,28 @@ mod tests {
     }
 
     #[test]
+    fn the_encoding_is_utf8_and_a_line_that_is_not_is_named() {
+        let good = r#"{"question": "é?", "answer": "1"}"#;
+        let load = |bytes: &[u8]| load("utf8", bytes, &FieldNames::default());
+        let marked = [b"\xEF\xBB\xBF", good.as_bytes(), b"\r\n"].concat();
+        assert_eq!(load(&marked), Ok(vec![problem("é?", "1")]));
+        let latin = [good.as_bytes(), b"\n{\"question\": \"\xE9?\", \"answer\": \"1\"}"].concat();
+        assert_eq!(
+            load(&latin).unwrap_err(),
+            "FILE, line 2: byte 0xE9 at position 15 is not UTF-8"
+        );
+        for bytes in [b"\xFF\xFE{\0".as_slice(), b"\xFE\xFF\0{"] {
+            let expected = "FILE, line 1: begins with a byte order mark of UTF-16; expected UTF-8";
+            assert_eq!(load(bytes).unwrap_err(), expected);
+        }
+        let within = [good.as_bytes(), b"\n\xEF\xBB\xBF", good.as_bytes()].concat();
+        assert!(
+            load(&within).unwrap_err().starts_with("FILE, line 2: "),
+            "a mark is at the beginning only"
+        );
+    }
+
+    #[test]
     fn fields_can_be_named() {
         let fields = FieldNames {
             prompt: Some("q".into()),
@@ -250,8 +288,6 @@ mod tests {
             let error = load("line", format!("{good}\n\n{line}\n").as_bytes(), &FieldNames::default()).unwrap_err();
             assert_eq!(error, format!("FILE, line 3: {problem}"));
         }
-        let error = load("utf8", b"\xff\xfe", &FieldNames::default()).unwrap_err();
-        assert!(error.contains("UTF-8"), "{error}");
         let error = load("empty", b"\n \n", &FieldNames::default()).unwrap_err();
         assert_eq!(error, "FILE: no problems: expected one JSON object a line");
         let error = load_problems(Path::new("/dev/zero"), &FieldNames::default()).unwrap_err();

@@ -507,3 +507,77 @@ fn a_plain_backend_samples_too() {
         .init_seeded::<B>(11, &device);
     assert_eq!(completions, generate(&decorated, 4, &prompts(8), &params(10)));
 }
+
+fn given(
+    model: &QuadsMoe<B>,
+    slots: usize,
+    prompts: &[Vec<u32>],
+    completions: &[Completion],
+    params: &SamplingParams,
+) -> Result<Vec<Completion>, RolloutError> {
+    let tokens: Vec<&[u32]> = completions.iter().map(|completion| &completion.tokens[..]).collect();
+    RolloutEngine::new(slots, MAX_SEQ_LEN)
+        .unwrap()
+        .generate_given(model, prompts, &tokens, params)
+}
+
+#[test]
+fn given_tokens_get_what_sampling_them_would_have_given() {
+    let prompts = prompts(20);
+    let params = SamplingParams {
+        record_routing: true,
+        ..params(9)
+    };
+    for precision in ["high", "w4a4", "w4a4_rac"] {
+        let model = model(precision);
+        let sampled = generate(model, 7, &prompts, &params);
+        // No random number is drawn: another seed changes nothing.
+        let params = SamplingParams {
+            seed: 99,
+            ..params.clone()
+        };
+        assert_eq!(
+            given(model, 7, &prompts, &sampled, &params).unwrap(),
+            sampled,
+            "{precision}"
+        );
+    }
+}
+
+#[test]
+fn given_tokens_of_another_model_get_this_ones_log_probs() {
+    let prompts = prompts(40);
+    let written = generate(model("high"), 16, &prompts, &params(9));
+    let packed = model("w4a4");
+    let engine = given(packed, 16, &prompts, &written, &params(9)).unwrap();
+    for (engine, written) in engine.iter().zip(&written) {
+        assert_eq!((&engine.tokens, engine.finish), (&written.tokens, written.finish));
+        assert_ne!(engine.log_probs, written.log_probs, "4 bits move every log-prob");
+    }
+    let differences = differences(&engine, &scored(packed, &prompts, &written, 1.0));
+    assert!(mean(&differences) < 1e-3, "{}", mean(&differences));
+}
+
+#[test]
+fn completions_that_cannot_have_been_sampled_are_refused_by_name() {
+    let prompts = prompts(1);
+    let model = model("high");
+    let refused = |tokens: &[&[u32]]| {
+        let mut engine = RolloutEngine::new(1, MAX_SEQ_LEN).unwrap();
+        let error = engine.generate_given(model, &prompts, tokens, &params(3)).unwrap_err();
+        error.to_string()
+    };
+    assert_eq!(refused(&[]), "1 prompts, but 0 completions of them");
+    let end = "the completion of prompt 0 has 2 tokens; with these parameters it ends after";
+    assert_eq!(refused(&[&[1, 2]]), format!("{end} max_new_tokens = 3"));
+    assert_eq!(refused(&[&[EOS, 2]]), format!("{end} token 1, an end of sequence"));
+    assert_eq!(
+        refused(&[&[1, 2, 4, 5]]),
+        "the completion of prompt 0 has 4 tokens; with these parameters it ends after max_new_tokens = 3"
+    );
+    let position = prompts[0].len() + 1;
+    assert_eq!(
+        refused(&[&[1, 24, 2]]),
+        format!("prompt 0 has token 24 at position {position}; the vocabulary has 24 tokens")
+    );
+}

@@ -496,6 +496,9 @@ fn files_that_are_absent_damaged_or_no_files_are_named() {
     );
     write("generation_config.json", br#"{"eos_token_id": 1, "eos_token_id": 2}"#);
     assert!(refused(&folder).contains("generation_config.json: \"eos_token_id\" occurs twice"));
+    write("generation_config.json", br#"{"eos_token_id": [63, 64]}"#);
+    let said = "generation_config.json: eos_token_id = [63,64]: the model has no token 64, its vocabulary has 64";
+    assert!(refused(&folder).contains(said));
     write("generation_config.json", br#"{"eos_token_id": [63, 7]}"#);
 
     write("model.safetensors", &weights[..weights.len() - 1]);

@@ -103,7 +103,7 @@ impl ModelFolder {
         })?;
         let config_json = strict_json::parse_object(config_text.as_bytes()).expect("it was read just now");
         Ok(Self {
-            eos_token_ids: eos_token_ids(path, &config_json)?,
+            eos_token_ids: eos_token_ids(path, &config_json, config.vocab_size)?,
             files: SafetensorsFolder::open(path)?,
             path: path.into(),
             config,
@@ -217,7 +217,7 @@ impl ModelFolder {
 }
 
 /// The eos tokens of `generation_config.json` where it names them, else of `config.json`.
-fn eos_token_ids(folder: &Path, config: &Map<String, Value>) -> Result<Vec<u32>, OpenError> {
+fn eos_token_ids(folder: &Path, config: &Map<String, Value>, vocab_size: usize) -> Result<Vec<u32>, OpenError> {
     let path = folder.join(GENERATION_CONFIG);
     let refuse = |path: &Path, problem: String| OpenError::Setting {
         path: path.into(),
@@ -227,20 +227,26 @@ fn eos_token_ids(folder: &Path, config: &Map<String, Value>) -> Result<Vec<u32>,
         let text = regular_file::read(&path, MAX_CONFIG_BYTES)?;
         let json = strict_json::parse_object(&text).map_err(|problem| refuse(&path, problem))?;
         if let Some(value) = json.get("eos_token_id").filter(|value| !value.is_null()) {
-            return token_ids(value).map_err(|problem| refuse(&path, problem));
+            return token_ids(value, vocab_size).map_err(|problem| refuse(&path, problem));
         }
     }
     let value = config.get("eos_token_id").unwrap_or(&Value::Null);
-    token_ids(value).map_err(|problem| refuse(&folder.join(CONFIG), problem))
+    token_ids(value, vocab_size).map_err(|problem| refuse(&folder.join(CONFIG), problem))
 }
 
-/// One token, several, or none.
-fn token_ids(value: &Value) -> Result<Vec<u32>, String> {
+/// One token, several, or none. A token that the model does not have would end nothing.
+fn token_ids(value: &Value, vocab_size: usize) -> Result<Vec<u32>, String> {
     let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
     let ids = match value {
         Value::Null => Some(vec![]),
         Value::Array(list) => list.iter().map(id).collect(),
         value => id(value).map(|id| vec![id]),
     };
-    ids.ok_or_else(|| format!("eos_token_id = {value}: must be a token id or a list of them"))
+    let ids = ids.ok_or_else(|| format!("eos_token_id = {value}: must be a token id or a list of them"))?;
+    match ids.iter().find(|id| **id as usize >= vocab_size) {
+        Some(id) => Err(format!(
+            "eos_token_id = {value}: the model has no token {id}, its vocabulary has {vocab_size}"
+        )),
+        None => Ok(ids),
+    }
 }

@@ -1,7 +1,7 @@
 //! Settings of the learner.
 use serde::{Deserialize, Serialize};
 
-use super::{Correction, GrpoError, LossConfig, OptimizerConfig, Overlong, ScaleRewards};
+use super::{Correction, CorrectionMode, GrpoError, LossConfig, OptimizerConfig, Overlong, ScaleRewards};
 
 /// All settings of a GRPO learner.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -13,6 +13,8 @@ pub struct GrpoConfig {
     pub scale_rewards: ScaleRewards,
     /// The loss.
     pub loss: LossConfig,
+    /// Where the old log-probs of the ratio come from.
+    pub old_log_probs: OldLogProbs,
     /// Correction for rollouts of another policy than the trainer's.
     pub correction: Correction,
     /// Completions that ran into the length limit.
@@ -37,12 +39,26 @@ pub struct GrpoConfig {
     pub optimizer: OptimizerConfig,
 }
 
+/// The old policy of the ratio that the loss clips.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OldLogProbs {
+    /// The trainer's policy before the first update: the completions are scored again, and the rollout's own log-probs only
+    /// measured against that (and corrected for, if asked).
+    #[default]
+    Trainer,
+    /// The rollout's: the ratio is of the trainer now to the engine that sampled, so the gap between the two is in it, and
+    /// clipped with it. A correction would weigh the same gap a second time and is refused.
+    Rollout,
+}
+
 impl Default for GrpoConfig {
     fn default() -> Self {
         Self {
             group_size: 8,
             scale_rewards: ScaleRewards::default(),
             loss: LossConfig::default(),
+            old_log_probs: OldLogProbs::default(),
             correction: Correction::default(),
             overlong: Overlong::default(),
             max_completion_length: 1024,
@@ -88,6 +104,13 @@ impl GrpoConfig {
         }
         self.loss.validate()?;
         self.correction.validate()?;
+        if self.old_log_probs == OldLogProbs::Rollout && self.correction.mode != CorrectionMode::None {
+            return Err(GrpoError::option(
+                "old_log_probs",
+                "trainer with a correction: the ratio to the rollout's log-probs has the gap in it already",
+                "rollout",
+            ));
+        }
         self.overlong.validate(self.max_completion_length)?;
         self.optimizer.validate()
     }
@@ -147,6 +170,11 @@ mod tests {
         assert!(error(|c| c.temperature = 0.0).starts_with("temperature: expected a finite number above 0"));
         assert!(error(|c| c.loss.epsilon_low = Some(-0.2)).starts_with("loss.epsilon_low"));
         assert!(error(|c| c.correction.clip_max = Some(-1.0)).starts_with("correction.clip_max"));
+        let twice = |c: &mut GrpoConfig| {
+            c.old_log_probs = OldLogProbs::Rollout;
+            c.correction.mode = CorrectionMode::Tis;
+        };
+        assert!(error(twice).starts_with("old_log_probs: expected trainer with a correction"));
         assert!(error(|c| c.overlong.mode = crate::grpo::OverlongMode::Soft).starts_with("overlong.cache"));
         assert!(error(|c| c.optimizer.beta_1 = -1.0).starts_with("optimizer.beta_1"));
         assert!(error(|c| c.group_size = 3).starts_with("rows: expected a multiple of group_size (3), got 16"));

@@ -9,8 +9,8 @@ use rand::{SeedableRng, seq::SliceRandom};
 use rand_chacha::ChaCha8Rng;
 
 use super::{
-    AdamWOptimizer, Advantages, GrpoConfig, GrpoError, LossBatch, LossKind, Metrics, Normalizer, OverlongMode,
-    RolloutBatch, SkippedSteps, Update, gradient::MinibatchGradient, group_advantages, optimizer::update,
+    AdamWOptimizer, Advantages, GrpoConfig, GrpoError, LossBatch, LossKind, Metrics, Normalizer, OldLogProbs,
+    OverlongMode, RolloutBatch, SkippedSteps, Update, gradient::MinibatchGradient, group_advantages, optimizer::update,
     step_metrics::StepRecord,
 };
 use crate::{
@@ -192,6 +192,10 @@ where
         let mask = token_mask(&counts, &lengths);
         let correction = self.config.correction.weights(&old, &rollout, &mask, &lengths);
 
+        let old = match self.config.old_log_probs {
+            OldLogProbs::Trainer => old,
+            OldLogProbs::Rollout => rollout.clone(),
+        };
         let mut record = StepRecord::default();
         let prepared = Prepared {
             batch,
@@ -339,6 +343,7 @@ where
             .iter()
             .map(|&row| prepared.batch.row(row, self.config.routing_replay))
             .collect::<Vec<_>>();
+        let old_of_rollout = self.config.old_log_probs == OldLogProbs::Rollout;
         let mut loss = 0.0;
         gradient.add(self.model(), &token_rows, self.config.temperature, |log_probs| {
             let output = self.config.loss.evaluate(
@@ -349,7 +354,7 @@ where
                     log_probs,
                     // With a single update the policy is still the old one: the ratio is 1, not 1 plus the rounding of
                     // another batch shape.
-                    old_log_probs: (self.config.updates() > 1).then_some(&old),
+                    old_log_probs: (self.config.updates() > 1 || old_of_rollout).then_some(&old),
                     reference_log_probs: reference.as_deref(),
                     rollout_log_probs: Some(&rollout),
                     weights: Some(&weights),

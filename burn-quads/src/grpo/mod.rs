@@ -45,7 +45,7 @@ mod test_model;
 
 pub use advantage::{Advantages, ScaleRewards, group_advantages};
 pub use batch::{Overlong, OverlongMode, RolloutBatch};
-pub use config::GrpoConfig;
+pub use config::{GrpoConfig, OldLogProbs};
 pub use correction::{Correction, CorrectionMode, CorrectionWeights};
 pub use error::GrpoError;
 pub use learner::{Learner, StepOutput};

@@ -1,9 +1,9 @@
 //! Where activations enter a quantized layer: which residuals are compensated there, and what measures them.
-use burn::tensor::{Int, Tensor, TensorPrimitive, backend::Backend};
+use burn::tensor::{Int, Tensor, TensorPrimitive};
 use burn_nvfp4::Precision;
 use kernels_cubecl::{Activation, ResidualMask};
 
-use super::{range_probe::RangeProbe, residual_probe::ResidualProbe};
+use super::{error_probe::ErrorProbe, range_probe::RangeProbe, residual_probe::ResidualProbe};
 use crate::backend::QuadsBackend;
 
 /// The input of one or several quantized layers that share it (q/k/v of an attention; gate and up of the experts).
@@ -12,6 +12,7 @@ pub struct ActivationSite {
     mask: Option<ResidualMask>,
     probe: Option<ResidualProbe>,
     range_probe: Option<RangeProbe>,
+    error_probe: Option<ErrorProbe>,
 }
 
 impl ActivationSite {
@@ -34,6 +35,12 @@ impl ActivationSite {
     /// [`InputRanges`](crate::input_ranges::InputRanges).
     pub fn set_range_probe(&mut self, probe: Option<RangeProbe>) {
         self.range_probe = probe;
+    }
+
+    /// From now on the quantization error of every input is measured by `probe`; see
+    /// [`ActivationError`](crate::activation_errors::ActivationError).
+    pub fn set_error_probe(&mut self, probe: Option<ErrorProbe>) {
+        self.error_probe = probe;
     }
 
     /// [`set_mask`](Self::set_mask) for an input of `k` channels.
@@ -78,18 +85,21 @@ impl ActivationSite {
     }
 
     /// Measures the input, rows in token order, if a probe is set.
-    pub(crate) fn observe<B: Backend>(&self, x: &Tensor<B, 2>) {
+    pub(crate) fn observe<B: QuadsBackend>(&self, x: &Tensor<B, 2>) {
         if let Some(probe) = &self.probe {
             probe.add(x.clone());
         }
         if let Some(probe) = &self.range_probe {
             probe.add(x.clone());
         }
+        if let Some(probe) = &self.error_probe {
+            probe.add(x);
+        }
     }
 
     /// Measures an input whose rows are sorted by expert: `counts` says how many each has, and `inverse` where the rows
     /// are, in token order.
-    pub(crate) fn observe_sorted<B: Backend>(
+    pub(crate) fn observe_sorted<B: QuadsBackend>(
         &self,
         x: &Tensor<B, 2>,
         inverse: &Tensor<B, 1, Int>,
@@ -100,6 +110,9 @@ impl ActivationSite {
         }
         if let Some(probe) = &self.range_probe {
             probe.add_sorted(x.clone(), counts.clone());
+        }
+        if let Some(probe) = &self.error_probe {
+            probe.add(&x.clone().select(0, inverse.clone()));
         }
     }
 

@@ -11,6 +11,7 @@ use super::{
     activation_site::{ActivationSite, is_packed},
     residual_probe::ResidualProbe,
     router::Routing,
+    straight_through::Backward,
 };
 use crate::{backend::QuadsBackend, layer_backend::LayerBackend};
 
@@ -48,6 +49,7 @@ impl QuadsExpertsConfig {
             gate_up_proj: init(d_model, 2 * d_ff),
             down_proj: init(d_ff, d_model),
             precision: Precision::High,
+            backward: Backward::default(),
             input: ActivationSite::default(),
             hidden: ActivationSite::default(),
         }
@@ -70,6 +72,9 @@ pub struct QuadsExperts<B: Backend> {
     /// The precision of the products while the weights are dense.
     #[module(skip)]
     precision: Precision,
+    /// What the gradient goes through while the weights are dense.
+    #[module(skip)]
+    backward: Backward,
     /// Compensation and calibration of the input of gate and up.
     #[module(skip)]
     pub(crate) input: ActivationSite,
@@ -102,6 +107,13 @@ impl<B: Backend> QuadsExperts<B> {
              {BLOCK}",
         );
         self.precision = precision;
+        self
+    }
+
+    /// The experts with another straight-through gradient. That of SwiGLU is taken at the values of the forward pass either
+    /// way.
+    pub fn with_backward(mut self, backward: Backward) -> Self {
+        self.backward = backward;
         self
     }
 
@@ -181,15 +193,24 @@ impl<B: QuadsBackend> QuadsExperts<B> {
             true => x,
             false => site.quantize(x, &self.precision),
         };
-        let [gate_up_proj, down_proj] = match packed {
-            true => [self.gate_up_proj.val(), self.down_proj.val()],
-            false => self.quantized_weights(),
+        let backward = match packed {
+            true => Backward::Quantized,
+            false => self.backward.within(&self.precision),
         };
+        let masters = [&self.gate_up_proj, &self.down_proj];
+        let [gate_up_proj, down_proj] = match packed {
+            true => masters.map(|weight| weight.val()),
+            false => self.quantized_weights().map(|weight| backward.values(weight)),
+        };
+        let product = |x, weight| grouped_linear(x, weight, dispatch.counts.clone());
+        let to_experts = |x: Tensor<B, 2>| x.select(0, dispatch.tokens.clone());
         // Quantized before the rows are repeated: once a token.
-        let rows = quantize(&self.input, x).select(0, dispatch.tokens);
-        let hidden = B::swiglu(grouped_linear(rows, gate_up_proj, dispatch.counts.clone()));
+        let rows = to_experts(backward.values(quantize(&self.input, x.clone())));
+        let gate_up = backward.of(product(rows, gate_up_proj), || product(to_experts(x), masters[0].val()));
+        let hidden = B::swiglu(gate_up);
         self.hidden.observe_sorted(&hidden, &dispatch.inverse, &dispatch.counts);
-        let rows = grouped_linear(quantize(&self.hidden, hidden), down_proj, dispatch.counts);
+        let rows = backward.values(quantize(&self.hidden, hidden.clone()));
+        let rows = backward.of(product(rows, down_proj), || product(hidden, masters[1].val()));
 
         // Back to token order, then summed in the router's order: the same sum whatever the batch.
         let by_token = rows.select(0, dispatch.inverse).reshape([tokens, top_k, d_model]);
@@ -436,6 +457,44 @@ mod tests {
             close(d_gate_up, gate_up.grad(&inner).unwrap(), "d gate_up_proj");
             let d_down = first(experts.down_proj.grad(&grads).unwrap());
             close(d_down, down.grad(&outer).unwrap(), "d down_proj");
+        }
+    }
+
+    #[test]
+    fn an_unquantized_backward_goes_through_the_masters_at_the_values_of_the_forward() {
+        let ids = [[0, 1], [0, 1], [0, 1]];
+        let all_to_the_first = [[1.0, 0.0]; 3];
+        for precision in quantized() {
+            let experts = masked::<A>(precision.clone());
+            let (x, g) = (random::<A>(3).require_grad(), random::<B>(3));
+            let routing = routing(ids, all_to_the_first);
+            let value = experts.forward(x.clone(), &routing).into_data();
+            let experts = experts.with_backward(Backward::Unquantized);
+            let output = experts.forward(x.clone(), &routing);
+            assert_eq!(output.to_data(), value, "{precision}: the forward pass is the same");
+            let grads = (output * Tensor::from_inner(g.clone())).sum().backward();
+
+            // dh = g · Dᵀ; dp = dh · swiglu'(p) at p = x̂ · q(G), the forward's; dG = xᵀ · dp; dx = dp · Gᵀ.
+            let first = |w: Tensor<B, 3>| w.narrow(0, 0, 1).squeeze_dim::<2>(0);
+            let [gate_up_hat, _] = experts.quantized_weights().map(Tensor::inner);
+            let [gate_up, down] = [&experts.gate_up_proj, &experts.down_proj].map(|w| first(w.val().inner()));
+            let x_hat = experts.input.quantize(x.clone().inner(), &precision);
+            let product = Tensor::<A, 2>::from_inner(x_hat.matmul(first(gate_up_hat))).require_grad();
+            let hidden = silu(product.clone().narrow(1, 0, 16)) * product.clone().narrow(1, 16, 16);
+            let d_hidden = g.clone().matmul(down.transpose());
+            let inner = (hidden.clone() * Tensor::from_inner(d_hidden)).sum().backward();
+            let d_product = product.grad(&inner).unwrap();
+
+            let close = |actual: Tensor<B, 2>, expected: Tensor<B, 2>, what: &str| {
+                let difference = (actual - expected).abs().max().into_scalar();
+                assert!(difference < 1e-5, "{what} in {precision} differs by {difference}");
+            };
+            let d_down = first(experts.down_proj.grad(&grads).unwrap());
+            close(d_down, hidden.inner().transpose().matmul(g), "d down_proj");
+            let d_gate_up = first(experts.gate_up_proj.grad(&grads).unwrap());
+            let x_rows = x.clone().inner().transpose();
+            close(d_gate_up, x_rows.matmul(d_product.clone()), "d gate_up_proj");
+            close(x.grad(&grads).unwrap(), d_product.matmul(gate_up.transpose()), "dx");
         }
     }
 

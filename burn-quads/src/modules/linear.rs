@@ -11,6 +11,7 @@ use kernels_cubecl::{BLOCK, ResidualMask};
 use super::{
     activation_site::{ActivationSite, is_packed},
     residual_probe::ResidualProbe,
+    straight_through::Backward,
 };
 use crate::backend::QuadsBackend;
 
@@ -46,6 +47,7 @@ impl QuadsLinearConfig {
                 .bias
                 .then(|| init.init_with([self.d_output], fan_in, fan_out, device)),
             precision: Precision::High,
+            backward: Backward::default(),
             input: ActivationSite::default(),
         }
         .with_precision(self.precision.clone())
@@ -63,6 +65,8 @@ impl QuadsLinearConfig {
 /// | `w4a16` | `x · q(W)` | `g · q(W)ᵀ` | `xᵀ · g` |
 /// | `w4a4`, `w4a4_rac`, `fp8` | `x̂ · q(W)` | `g · q(W)ᵀ` | `x̂ᵀ · g` |
 ///
+/// With [`Backward::Unquantized`] all gradients are those of the first row.
+///
 /// Once the weight is packed ([`sync`](crate::sync), or [`pack`](Self::pack)), the backend multiplies with the
 /// codes in the activation setting that the packed weight carries.
 #[derive(Module, Debug)]
@@ -75,6 +79,9 @@ pub struct QuadsLinear<B: Backend> {
     /// The precision of the product while the weight is dense.
     #[module(skip)]
     precision: Precision,
+    /// What the gradient goes through while the weight is dense.
+    #[module(skip)]
+    backward: Backward,
     /// Compensation and calibration of the input.
     #[module(skip)]
     pub(crate) input: ActivationSite,
@@ -103,6 +110,12 @@ impl<B: Backend> QuadsLinear<B> {
              to be a multiple of {BLOCK}; pad the input, or use the precision high",
         );
         self.precision = precision;
+        self
+    }
+
+    /// The layer with another straight-through gradient.
+    pub fn with_backward(mut self, backward: Backward) -> Self {
+        self.backward = backward;
         self
     }
 
@@ -197,16 +210,21 @@ impl<'a, B: Backend, const N: usize> OuterScaleGroup<'a, B, N> {
     /// A group of at least one layer.
     ///
     /// # Panics
-    /// When the members differ in precision or input size.
+    /// When the members differ in precision, gradient or input size.
     pub fn new(members: [&'a QuadsLinear<B>; N]) -> Self {
         let first = members[0];
         for member in &members[1..] {
             assert!(
-                member.precision == first.precision && member.dims()[0] == first.dims()[0],
-                "layers that share an outer scale must agree in precision and d_input: {} with {} and {} with {}",
+                member.precision == first.precision
+                    && member.backward == first.backward
+                    && member.dims()[0] == first.dims()[0],
+                "layers that share an outer scale must agree in precision, gradient and d_input: {} ({:?}) with {} and {} \
+                 ({:?}) with {}",
                 first.precision,
+                first.backward,
                 first.dims()[0],
                 member.precision,
+                member.backward,
                 member.dims()[0],
             );
         }
@@ -274,7 +292,7 @@ impl<B: QuadsBackend, const N: usize> OuterScaleGroup<'_, B, N> {
         );
         // One matrix: the gradient of a weight is then one product, not one for each leading index.
         let rows = shape[..D - 1].iter().product::<usize>();
-        let mut x = x.reshape([rows, d_input]);
+        let x = x.reshape([rows, d_input]);
         first.input.observe(&x);
         let packed = is_packed(&first.weight.val());
         for member in &self.members[1..] {
@@ -284,16 +302,24 @@ impl<B: QuadsBackend, const N: usize> OuterScaleGroup<'_, B, N> {
                 "layers that share an outer scale must all be packed, or none: pack them with OuterScaleGroup::pack"
             );
         }
-        let weights = if packed {
-            self.members.map(|member| member.weight.val())
-        } else {
-            x = first.input.quantize(x, &first.precision);
-            self.quantized_weights()
+        let backward = match packed {
+            true => Backward::Quantized,
+            false => first.backward.within(&first.precision),
+        };
+        let (x_hat, weights) = match packed {
+            true => (x.clone(), self.members.map(|member| member.weight.val())),
+            false => (
+                backward.values(first.input.quantize(x.clone(), &first.precision)),
+                self.quantized_weights().map(|weight| backward.values(weight)),
+            ),
         };
         let mut weights = weights.into_iter();
         self.members.map(|member| {
             let weight = weights.next().expect("one weight a member");
-            let y = linear(x.clone(), weight, member.bias.as_ref().map(|bias| bias.val()));
+            let bias = || member.bias.as_ref().map(|bias| bias.val());
+            let y = backward.of(linear(x_hat.clone(), weight, bias()), || {
+                linear(x.clone(), member.weight.val(), bias())
+            });
             let mut shape = shape;
             shape[D - 1] = member.dims()[1];
             y.reshape(shape)
@@ -312,6 +338,7 @@ impl<B: Backend> From<Linear<B>> for QuadsLinear<B> {
             weight: linear.weight,
             bias: linear.bias,
             precision: Precision::High,
+            backward: Backward::default(),
             input: ActivationSite::default(),
         }
         .with_precision(Precision::W4A16)
@@ -473,6 +500,54 @@ mod tests {
             let db = linear.bias.as_ref().unwrap().grad(&grads).unwrap().unsqueeze();
             equal(db, g.sum_dim(0), "db");
         }
+    }
+
+    #[test]
+    fn an_unquantized_backward_is_that_of_full_precision_under_the_same_forward() {
+        for precision in [
+            Precision::High,
+            Precision::W4A16,
+            Precision::W4A4,
+            Precision::W4A4Rac(Rac::default()),
+            Precision::Fp8,
+        ] {
+            let quantized = [(); 2].map(|()| layer::<A>(32, precision.clone()));
+            let x = random::<A, 2>([5, 32]).require_grad();
+            let g = random::<B, 2>([5, 24]);
+            let y = OuterScaleGroup::new(quantized.each_ref()).forward(x.clone());
+            let linears = quantized
+                .clone()
+                .map(|linear| linear.with_backward(Backward::Unquantized));
+            let z = OuterScaleGroup::new(linears.each_ref()).forward(x.clone());
+            for (y, z) in y.iter().zip(&z) {
+                assert_eq!(y.to_data(), z.to_data(), "{precision}: the forward pass is the same");
+            }
+            let [first, second] = z;
+            let grads = ((first + second) * Tensor::from_inner(g.clone())).sum().backward();
+
+            let equal = |actual: Tensor<B, 2>, expected: Tensor<B, 2>, what: &str| {
+                let difference = (actual - expected).abs().max().into_scalar();
+                assert!(difference < 1e-5, "{what} in {precision} differs by {difference}");
+            };
+            let [one, other] = linears.each_ref().map(|linear| linear.weight.val().inner());
+            let dx = g.clone().matmul((one + other).transpose());
+            equal(x.grad(&grads).unwrap(), dx, "dx");
+            for linear in &linears {
+                let dw = x.clone().inner().transpose().matmul(g.clone());
+                equal(linear.weight.grad(&grads).unwrap(), dw, "dw");
+                let db = linear.bias.as_ref().unwrap().grad(&grads).unwrap().unsqueeze();
+                equal(db, g.clone().sum_dim(0), "db");
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(
+        expected = "must agree in precision, gradient and d_input: w4a4 (Quantized) with 32 and w4a4 (Unquantized)"
+    )]
+    fn a_group_has_one_backward() {
+        let [first, second] = [(); 2].map(|()| layer::<B>(32, Precision::W4A4));
+        OuterScaleGroup::new([&first, &second.with_backward(Backward::Unquantized)]);
     }
 
     #[test]

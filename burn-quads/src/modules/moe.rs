@@ -15,6 +15,7 @@ use super::{
     residual_masks::{MaskError, ResidualMasks},
     rotary::{RotaryEmbedding, RotaryEmbeddingConfig},
     router::RouterConfig,
+    straight_through::Backward,
 };
 use crate::{
     backend::QuadsBackend,
@@ -169,6 +170,23 @@ impl<B: Backend> QuadsMoe<B> {
             .collect();
         self.config.precision = precision;
         Ok(self)
+    }
+
+    /// The model with another straight-through gradient of its quantized layers; what it computes stays the same.
+    pub fn with_backward(mut self, backward: Backward) -> Self {
+        self.layers = self
+            .layers
+            .into_iter()
+            .map(|layer| DecoderLayer {
+                self_attn: layer.self_attn.with_backward(backward),
+                mlp: MoeBlock {
+                    experts: layer.mlp.experts.with_backward(backward),
+                    ..layer.mlp
+                },
+                ..layer
+            })
+            .collect();
+        self
     }
 
     fn check_precision(&self, precision: &Precision) -> Result<(), PrecisionError> {

@@ -126,7 +126,11 @@ fn same_single(answer: &str, reference: &str) -> bool {
     if same_text(answer, reference) {
         return true;
     }
-    let mixed = [answer, reference].map(|text| mixed_number(unquoted(text)));
+    // A word has an order of its letters, a product has none.
+    if [answer, reference].iter().all(|text| is_word(text)) {
+        return false;
+    }
+    let mixed = [answer, reference].map(|text| mixed_number(without_gloss(unquoted(text))));
     let [answer, reference] = [&mixed[0], &mixed[1]].map(String::as_str);
     if let (Some(a), Some(b)) = (evaluate(answer), evaluate(reference))
         && a.answers(&b)
@@ -140,6 +144,59 @@ fn same_single(answer: &str, reference: &str) -> bool {
         }
         _ => false,
     }
+}
+
+/// Three or more letters and nothing else. Two may be a product: xy.
+fn is_word(text: &str) -> bool {
+    text.chars().count() > 2 && text.chars().all(char::is_alphabetic)
+}
+
+/// `12 (twelve)` to `12`: the same number in words behind it says nothing else.
+fn without_gloss(text: &str) -> &str {
+    let parts = || {
+        let (number, words) = text.strip_suffix(')')?.rsplit_once('(')?;
+        let number = number.trim_end();
+        let spelled = in_words(number.parse().ok()?)?;
+        (words.trim().replace(' ', "-").eq_ignore_ascii_case(&spelled)).then_some(number)
+    };
+    parts().unwrap_or(text)
+}
+
+/// Numbers below a hundred, in English.
+fn in_words(number: usize) -> Option<String> {
+    const SMALL: [&str; 20] = [
+        "zero",
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+        "thirteen",
+        "fourteen",
+        "fifteen",
+        "sixteen",
+        "seventeen",
+        "eighteen",
+        "nineteen",
+    ];
+    const TENS: [&str; 8] = [
+        "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety",
+    ];
+    if let Some(word) = SMALL.get(number) {
+        return Some(word.to_string());
+    }
+    let tens = TENS.get(number / 10 - 2)?;
+    Some(match number % 10 {
+        0 => tens.to_string(),
+        ones => format!("{tens}-{}", SMALL[ones]),
+    })
 }
 
 /// All of it in one pair of quotation marks, without them.
@@ -196,14 +253,57 @@ impl<'a> Quantity<'a> {
         let (value, unit) = text.split_at(start?);
         let value = number(value.trim())?;
         let separate = !expression || text[..start?].ends_with(' ');
+        let (value, unit) = large(value, unit);
         (separate && is_unit(unit)).then_some(Self { value, unit })
     }
 }
 
-/// Words that change the number, or say something about it.
-const NO_UNITS: [&str; 24] = [
-    "hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "pi", "times", "plus", "minus", "over",
-    "squared", "cubed", "or", "and", "but", "is", "was", "not", "no", "wrong", "maybe", "because",
+/// Words that make a number so many times larger.
+const LARGE: [(&str, u32); 4] = [("thousand", 3), ("million", 6), ("billion", 9), ("trillion", 12)];
+
+/// `7` and `million dollars` to `7000000` and `dollars`.
+fn large(value: Value, unit: &str) -> (Value, &str) {
+    let words = unit.trim_matches(['"', ' ']);
+    let factor = LARGE.iter().find_map(|(name, zeros)| {
+        let rest = words.strip_prefix(name)?;
+        let whole_word = !rest.starts_with(|c: char| c.is_alphanumeric());
+        Some((value.with_zeros(*zeros)?, rest.trim_matches(['"', ' ']))).filter(|_| whole_word)
+    });
+    factor.unwrap_or((value, unit))
+}
+
+/// Words that change the number, or say something about it; in the plural too.
+const NO_UNITS: [&str; 30] = [
+    "hundred",
+    "thousand",
+    "million",
+    "billion",
+    "trillion",
+    "dozen",
+    "half",
+    "pi",
+    "times",
+    "plus",
+    "minus",
+    "over",
+    "squared",
+    "cubed",
+    "or",
+    "and",
+    "but",
+    "is",
+    "was",
+    "not",
+    "no",
+    "wrong",
+    "maybe",
+    "because",
+    "third",
+    "fifth",
+    "tenth",
+    "hundredth",
+    "thousandth",
+    "millionth",
 ];
 /// Single letters that are units; others are variables.
 const LETTER_UNITS: &str = "mgshlLAVWJNKCF";
@@ -214,7 +314,11 @@ const MOST_WORDS: usize = 4;
 fn is_unit(text: &str) -> bool {
     let words = || text.split(|c: char| !c.is_alphabetic()).filter(|word| !word.is_empty());
     let variable = |word: &str| word.len() == 1 && !LETTER_UNITS.contains(word);
-    let says_more = |word: &str| variable(word) || NO_UNITS.contains(&word.to_lowercase().as_str());
+    let says_more = |word: &str| {
+        let lower = word.to_lowercase();
+        let is = |no: &&str| lower == **no || lower.strip_suffix('s') == Some(*no);
+        variable(word) || NO_UNITS.iter().any(is)
+    };
     if words().count() > MOST_WORDS || words().any(says_more) {
         return false;
     }

@@ -7,7 +7,22 @@ const SAMPLES: usize = 3;
 /// Nesting beyond which an expression is not read.
 const MAX_DEPTH: usize = 40;
 /// Letters that may stand side by side as a product; longer words of other letters are text.
-const VARIABLES: &str = "abcknrtxyz";
+const VARIABLES: &str = "abcknpqrtxyz";
+/// Letters of another alphabet that are variables too.
+const GREEK: [&str; 12] = [
+    "\\alpha",
+    "\\beta",
+    "\\gamma",
+    "\\delta",
+    "\\epsilon",
+    "\\theta",
+    "\\lambda",
+    "\\mu",
+    "\\rho",
+    "\\sigma",
+    "\\phi",
+    "\\omega",
+];
 
 /// Functions of one number.
 const FUNCTIONS: [(&str, Function); 5] = [
@@ -27,7 +42,7 @@ pub(super) struct Value {
     exact: Option<Rational>,
     /// Its value at the sample points.
     samples: [f64; SAMPLES],
-    /// Bit `c` is set when letter `a + c` occurs; upper case from bit 26 on.
+    /// Bit `c` is set when letter `a + c` occurs; upper case from bit 26 on, [`GREEK`] from bit 52 on.
     variables: u64,
     /// Whether no sum or product of plain numbers is left to be worked out.
     worked_out: bool,
@@ -53,11 +68,14 @@ impl Value {
         }
     }
 
-    fn variable(letter: char) -> Self {
-        let bit = match letter {
+    fn letter(letter: char) -> Self {
+        Self::variable(match letter {
             'a'..='z' => letter as u32 - 'a' as u32,
             _ => letter as u32 - 'A' as u32 + 26,
-        };
+        })
+    }
+
+    fn variable(bit: u32) -> Self {
         // Numbers without a pattern, between 0.5 and 2.5.
         let sample =
             |i: usize| 0.5 + 2.0 * (f64::from(bit + 1) * 0.618_033_988_75 + i as f64 * 0.324_717_957_24).fract();
@@ -139,6 +157,16 @@ impl Value {
             literal: false,
             ..self.sampled(f64::sqrt)
         }
+    }
+
+    /// The number times ten to the power of `zeros`, as a word says it: no product that is left to be worked out.
+    pub(super) fn with_zeros(self, zeros: u32) -> Option<Self> {
+        let power = Rational::integer(10i128.checked_pow(zeros)?);
+        let value = Self::number(self.exact?.mul(power)?);
+        Some(Self {
+            worked_out: self.worked_out,
+            ..value
+        })
     }
 
     /// The number, if it is one.
@@ -249,7 +277,7 @@ impl Reader<'_> {
         match self.peek() {
             Some('\\') => {
                 let functions = FUNCTIONS.iter().map(|(name, _)| name);
-                let mut names = ["\\frac", "\\sqrt", "\\pi"].iter().chain(functions);
+                let mut names = ["\\frac", "\\sqrt", "\\pi"].iter().chain(&GREEK).chain(functions);
                 names.any(|name| self.rest.starts_with(name))
             }
             Some(c) => c == '(' || c == '{' || c.is_ascii_alphabetic(),
@@ -379,7 +407,7 @@ impl Reader<'_> {
         }
         let letter = word.chars().next()?;
         self.rest = &self.rest[1..];
-        Some(Value::variable(letter))
+        Some(Value::letter(letter))
     }
 
     /// An argument: braces, or one digit, letter or command.
@@ -413,6 +441,8 @@ impl Reader<'_> {
             }
         } else if self.command("\\pi") {
             Value::constant(std::f64::consts::PI)
+        } else if let Some(letter) = GREEK.iter().position(|name| self.command(name)) {
+            Value::variable(52 + letter as u32)
         } else {
             let (_, f) = FUNCTIONS.into_iter().find(|(name, _)| self.command(name))?;
             let value = self.argument_of_function()?;
@@ -495,6 +525,10 @@ mod tests {
             ("\\frac{x}{2}", "0.5x"),
             ("2\\pi", "\\pi*2"),
             ("xy", "yx"),
+            ("\\alpha+1", "1+\\alpha"),
+            ("2\\theta\\lambda", "\\lambda*2\\theta"),
+            ("\\sin\\alpha", "\\sin(\\alpha)"),
+            ("p^2-pq", "p(p-q)"),
             ("\\sqrt[3]{2}", "2^{\\frac{1}{3}}"),
         ] {
             assert!(equal(a, b), "{a} = {b}");
@@ -502,6 +536,10 @@ mod tests {
         for (a, b) in [
             ("2x", "2y"),
             ("x^2", "x"),
+            ("\\alpha", "\\beta"),
+            ("\\alpha", "a"),
+            ("\\omega", "z"),
+            ("p^2-pq", "p(q-p)"),
             ("\\sqrt{2}", "\\sqrt{3}"),
             ("x-x+1", "y-y+1"),
         ] {

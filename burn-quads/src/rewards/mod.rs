@@ -14,9 +14,9 @@
 //! | one line and nothing else | that line |
 //!
 //! Answers are equal when they are the same number (thousands separators, decimals, fractions, mixed numbers, powers,
-//! scientific notation, exactly, with units, currency and percent signs left out), interval, tuple, set or list of such,
-//! the same expression up to algebra (checked at sample points), or the same text. An unevaluated sum or product of
-//! numbers is not the number: what the question asks for has to be worked out.
+//! scientific notation, `7 million`, `12 (twelve)`, exactly, with units, currency and percent signs left out), interval,
+//! tuple, set or list of such, the same expression up to algebra (checked at sample points), or the same text. An
+//! unevaluated sum or product of numbers is not the number: what the question asks for has to be worked out.
 //!
 //! Every function takes time linear in the completion, never panics and never evaluates more than a short text: longer
 //! answers are compared as text.

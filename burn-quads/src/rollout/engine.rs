@@ -2,7 +2,7 @@
 use super::{
     CachedLm, Completion, SampledToken, SamplingParams,
     routing::RoutingCache,
-    sampler::{NonFiniteLogit, Sample, sample},
+    sampler::{NonFiniteLogit, Sample, sample, take},
     scheduler::Scheduler,
 };
 use crate::modules::attention::{KvCache, KvCacheConfig};
@@ -48,6 +48,12 @@ pub enum RolloutError {
     /// Nothing to sample.
     #[error("max_new_tokens must be at least 1, got 0")]
     NoNewTokens,
+    /// Completions of other prompts.
+    #[error("{prompts} prompts, but {completions} completions of them")]
+    CompletionCount { prompts: usize, completions: usize },
+    /// A completion that sampling with these parameters cannot have written.
+    #[error("the completion of prompt {prompt} has {len} tokens; with these parameters it ends after {end}")]
+    CompletionEnd { prompt: usize, len: usize, end: String },
     /// The model has diverged.
     #[error(
         "the logits for token {step} of the completion of prompt {prompt} are not finite: {value} for token {token}"
@@ -115,6 +121,59 @@ impl<B: Backend> RolloutEngine<B> {
         params: &SamplingParams,
         mut observe: impl FnMut(SampledToken),
     ) -> Result<Vec<Completion>, RolloutError> {
+        self.run(model, prompts, params, None, &mut observe)
+    }
+
+    /// What [`generate`](Self::generate) would have returned had it drawn these `completions`: the same forward passes
+    /// over the same cache, hence the log-probs of the given tokens as this engine computes them.
+    ///
+    /// # Errors
+    /// As [`generate`](Self::generate); when a completion does not end where one of `params` does.
+    pub fn generate_given(
+        &mut self,
+        model: &impl CachedLm<B>,
+        prompts: &[Vec<u32>],
+        completions: &[&[u32]],
+        params: &SamplingParams,
+    ) -> Result<Vec<Completion>, RolloutError> {
+        if prompts.len() != completions.len() {
+            return Err(RolloutError::CompletionCount {
+                prompts: prompts.len(),
+                completions: completions.len(),
+            });
+        }
+        let vocab_size = model.vocab_size();
+        for (prompt, tokens) in completions.iter().enumerate() {
+            if let Some(position) = tokens.iter().position(|&token| token as usize >= vocab_size) {
+                return Err(RolloutError::UnknownToken {
+                    prompt,
+                    position: prompts[prompt].len() + position,
+                    token: tokens[position],
+                    vocab_size,
+                });
+            }
+            let ends = |token: &u32| params.eos_token_ids.contains(token);
+            let eos = tokens.iter().position(ends).map(|at| at + 1);
+            if eos.unwrap_or(params.max_new_tokens).min(params.max_new_tokens) != tokens.len() {
+                let end = match eos.filter(|&end| end <= params.max_new_tokens) {
+                    Some(end) => format!("token {end}, an end of sequence"),
+                    None => format!("max_new_tokens = {}", params.max_new_tokens),
+                };
+                let len = tokens.len();
+                return Err(RolloutError::CompletionEnd { prompt, len, end });
+            }
+        }
+        self.run(model, prompts, params, Some(completions), &mut |_| {})
+    }
+
+    fn run(
+        &mut self,
+        model: &impl CachedLm<B>,
+        prompts: &[Vec<u32>],
+        params: &SamplingParams,
+        given: Option<&[&[u32]]>,
+        observe: &mut impl FnMut(SampledToken),
+    ) -> Result<Vec<Completion>, RolloutError> {
         self.check(model, prompts, params)?;
         let config = model.cache_config(self.slots, self.max_seq_len);
         let cache = match self.cache.take() {
@@ -126,11 +185,12 @@ impl<B: Backend> RolloutEngine<B> {
             model,
             cache,
             params,
+            given,
             scheduler: Scheduler::new(self.slots, prompts, params),
             routing: None,
             completions: vec![None; prompts.len()],
         };
-        while run.step(self.slots, self.max_seq_len, &mut observe)? {}
+        while run.step(self.slots, self.max_seq_len, observe)? {}
         Ok(run.completions.into_iter().flatten().collect())
     }
 
@@ -184,6 +244,8 @@ struct Run<'a, B: Backend, M> {
     model: &'a M,
     cache: &'a mut KvCache<B>,
     params: &'a SamplingParams,
+    /// Tokens to take instead of sampled ones, one list a prompt.
+    given: Option<&'a [&'a [u32]]>,
     scheduler: Scheduler<'a>,
     routing: Option<RoutingCache>,
     completions: Vec<Option<Completion>>,
@@ -234,13 +296,19 @@ impl<B: Backend, M: CachedLm<B>> Run<'_, B, M> {
         let rows = slots.iter().zip(logits.chunks_exact(vocab));
         rows.map(|(&slot, row)| {
             let sequence = self.scheduler.sequence(slot);
-            sample(row, self.params.temperature, &mut sequence.rng).map_err(|NonFiniteLogit { token, value }| {
-                RolloutError::NonFiniteLogits {
-                    prompt: sequence.request,
-                    step: sequence.sampled(),
-                    token,
-                    value,
-                }
+            let sampled = match self.given {
+                None => sample(row, self.params.temperature, &mut sequence.rng),
+                Some(given) => take(
+                    row,
+                    self.params.temperature,
+                    given[sequence.request][sequence.sampled()],
+                ),
+            };
+            sampled.map_err(|NonFiniteLogit { token, value }| RolloutError::NonFiniteLogits {
+                prompt: sequence.request,
+                step: sequence.sampled(),
+                token,
+                value,
             })
         })
         .collect()

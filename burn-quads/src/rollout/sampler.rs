@@ -19,34 +19,65 @@ pub(super) struct Sample {
 /// Draws from `softmax(logits / temperature)`, in f64 and in index order, so that the result depends on nothing but
 /// `logits` and the next number of `rng`. Temperature 0 takes the largest logit, and no number.
 pub(super) fn sample(logits: &[f32], temperature: f32, rng: &mut ChaCha8Rng) -> Result<Sample, NonFiniteLogit> {
-    if let Some((token, &value)) = logits.iter().enumerate().find(|(_, x)| !x.is_finite()) {
-        return Err(NonFiniteLogit { token, value });
-    }
-    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let scale = if temperature == 0.0 {
-        1.0
-    } else {
-        1.0 / temperature as f64
-    };
-    let exponent = |logit: f32| (logit as f64 - largest as f64) * scale;
-    let total: f64 = logits.iter().map(|&x| exponent(x).exp()).sum();
+    let softmax = Softmax::new(logits, temperature)?;
     let token = if temperature == 0.0 {
-        logits.iter().position(|&x| x == largest)
+        logits.iter().position(|&x| x == softmax.largest)
     } else {
-        let mut left = rng.random::<f64>() * total;
+        let mut left = rng.random::<f64>() * softmax.total;
         logits.iter().position(|&x| {
-            left -= exponent(x).exp();
+            left -= softmax.exponent(x).exp();
             left < 0.0
         })
     };
     // Rounding can leave a number just below the total unmatched: it belongs to the last token that has probability.
     let token = token
-        .or_else(|| logits.iter().rposition(|&x| exponent(x).exp() > 0.0))
+        .or_else(|| logits.iter().rposition(|&x| softmax.exponent(x).exp() > 0.0))
         .unwrap_or(0);
-    Ok(Sample {
-        token: token as u32,
-        log_prob: (exponent(logits[token]) - total.ln()) as f32,
-    })
+    Ok(softmax.sample(token as u32))
+}
+
+/// A token that was drawn elsewhere, with the log-probability that [`sample`] would have given it.
+pub(super) fn take(logits: &[f32], temperature: f32, token: u32) -> Result<Sample, NonFiniteLogit> {
+    Ok(Softmax::new(logits, temperature)?.sample(token))
+}
+
+/// `softmax(logits / temperature)`; at temperature 0 that of temperature 1.
+struct Softmax<'a> {
+    logits: &'a [f32],
+    largest: f32,
+    scale: f64,
+    total: f64,
+}
+
+impl<'a> Softmax<'a> {
+    fn new(logits: &'a [f32], temperature: f32) -> Result<Self, NonFiniteLogit> {
+        if let Some((token, &value)) = logits.iter().enumerate().find(|(_, x)| !x.is_finite()) {
+            return Err(NonFiniteLogit { token, value });
+        }
+        let mut softmax = Self {
+            logits,
+            largest: logits.iter().copied().fold(f32::NEG_INFINITY, f32::max),
+            scale: if temperature == 0.0 {
+                1.0
+            } else {
+                1.0 / temperature as f64
+            },
+            total: 0.0,
+        };
+        softmax.total = logits.iter().map(|&x| softmax.exponent(x).exp()).sum();
+        Ok(softmax)
+    }
+
+    fn exponent(&self, logit: f32) -> f64 {
+        (logit as f64 - self.largest as f64) * self.scale
+    }
+
+    fn sample(&self, token: u32) -> Sample {
+        Sample {
+            token,
+            log_prob: (self.exponent(self.logits[token as usize]) - self.total.ln()) as f32,
+        }
+    }
 }
 
 #[cfg(test)]

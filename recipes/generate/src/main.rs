@@ -15,7 +15,7 @@ fn main() -> ExitCode {
     match run(&Cli::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", burn_quads::explain(error.as_ref()));
             ExitCode::FAILURE
         }
     }

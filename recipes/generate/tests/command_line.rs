@@ -210,6 +210,10 @@ fn what_cannot_be_done_is_said_in_one_line() {
     assert!(error(&["--prompt", "a", "--device", "cuda:0"]).contains("--device cuda:0: this build has cpu"));
     assert!(error(&["--prompt", "a", "--max-new-tokens", "256"]).contains("the model has 256 positions"));
     assert!(error(&["--prompt", ""]).contains("prompt 0 is empty"));
+    // A cause that an error tells itself is not told twice.
+    let absent = folder.join("absent").display().to_string();
+    let text = error(&["--prompt", "a", "--residual-masks", &absent]);
+    assert_eq!(text.matches("No such file").count(), 1, "{text}");
     fs::remove_file(folder.join("tokenizer_config.json")).unwrap();
     assert!(error(&["--chat", "a"]).contains("the model was not made for chats"));
     fs::remove_file(folder.join("model.safetensors")).unwrap();

@@ -35,17 +35,9 @@ fn write_line(to: &mut impl Write, line: &impl Display) -> io::Result<()> {
     to.flush()
 }
 
-/// An error with its causes, in one line. Some errors tell their cause themselves: it is not told twice.
+/// An error with its causes, in one line.
 pub fn explain(error: &anyhow::Error) -> String {
-    let mut text = String::new();
-    for cause in error.chain().map(|cause| cause.to_string()) {
-        match text.is_empty() {
-            true => text = cause,
-            false if text.contains(&cause) => {}
-            false => text = format!("{text}: {cause}"),
-        }
-    }
-    text
+    burn_quads::explain(error.as_ref())
 }
 
 #[cfg(test)]

@@ -16,12 +16,13 @@ use crate::{
     run_folder::RunFolder,
     scoring::{mismatch, trainer_side},
     seeds,
-    session::Session,
+    session::{Session, Stage},
 };
 
 /// Evaluates the final policy: accuracy on the held-out problems in every precision, and on the final rollouts each
-/// precision's gap to the trainer.
-pub fn evaluate(session: &mut Session<'_>, run: &Reinforced) -> Result<Results> {
+/// precision's gap to the trainer. Stops before the next precision when somebody wants it to: the checkpoint of the last step
+/// is saved.
+pub fn evaluate(session: &mut Session<'_>, run: &Reinforced) -> Result<Stage<Results>> {
     let (config, problems) = (session.config, session.problems);
     let temperature = config.rollout.temperature as f32;
     let lines = metrics::read(&session.folder.metrics())?;
@@ -48,15 +49,20 @@ pub fn evaluate(session: &mut Session<'_>, run: &Reinforced) -> Result<Results> 
     let (before, after) = (accuracy(0)?, accuracy(config.learner.steps)?);
 
     let prompts: Vec<_> = problems.held_out.iter().collect();
-    let rollouts =
-        session
-            .sampling
-            .rollouts(&run.sampler, &prompts, seeds::seed(config.run.seed, "final rollout", 0))?;
+    let rollouts = session.sampling.rollouts(
+        &run.current(config)?,
+        &prompts,
+        seeds::seed(config.run.seed, "final rollout", 0),
+    )?;
     let policy = run.learner.model();
     let trainer = trainer_side(policy, &config.learner.precision)?;
     let replay = config.rollout.routing_replay;
     let mut precisions = Vec::new();
     for name in PRECISIONS {
+        let last = Position::Grpo(config.learner.steps);
+        if session.stop_after(last) {
+            return Ok(Stage::Stopped(last));
+        }
         let precision = precision(name, config.rac.rac).expect("a name of the list");
         let (sampler, _) = sync(policy, &precision, run.masks.as_ref())?;
         let mismatch = mismatch(&trainer, &sampler, &rollouts, temperature, replay);
@@ -65,10 +71,10 @@ pub fn evaluate(session: &mut Session<'_>, run: &Reinforced) -> Result<Results> 
             gap_mean: mismatch.mean,
             gap_p99: mismatch.p99,
             gap_max: mismatch.max,
-            accuracy: session.sampling.accuracy(&sampler, &problems.held_out)?,
+            accuracy: session.sampling.accuracy(&sampler, &problems.held_out)?.0,
         });
     }
-    Ok(Results {
+    Ok(Stage::Done(Results {
         seed: config.run.seed,
         warmup_steps: run.warmup_steps,
         grpo_steps: config.learner.steps,
@@ -83,7 +89,7 @@ pub fn evaluate(session: &mut Session<'_>, run: &Reinforced) -> Result<Results> 
             total_s: session.elapsed(),
             peak_memory_mb: peak_memory::megabytes(),
         },
-    })
+    }))
 }
 
 /// Whether a process is working on a run.
@@ -147,10 +153,18 @@ pub fn continue_command(folder: &RunFolder, config: &Config, complete: bool) -> 
         false => format!("'{}'", path.replace('\'', r"'\''")),
     };
     let more = match complete {
-        true => format!(" --set grpo.steps={}", 2 * config.learner.steps),
+        true => format!(" --set grpo.steps={}", steps_to_prolong_to(config.learner.steps)),
         false => String::new(),
     };
     format!("cargo run --release -p grpo_math -- --resume {path}{more}")
+}
+
+/// Twice as many; after a warm-up alone, some.
+fn steps_to_prolong_to(steps: usize) -> usize {
+    match steps {
+        0 => 100,
+        steps => 2 * steps,
+    }
 }
 
 fn read_results(folder: &RunFolder) -> Result<Option<Results>> {

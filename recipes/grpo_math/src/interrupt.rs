@@ -1,4 +1,4 @@
-//! Ctrl-C, SIGTERM and SIGHUP: the first finishes the step and saves, a second one quits at once.
+//! Ctrl-C, SIGTERM and SIGHUP: the first finishes the step or evaluation and saves, a second one quits at once.
 use anyhow::{Context, Result};
 use std::{
     sync::{
@@ -30,7 +30,9 @@ impl Interrupt {
             None => {
                 first = Some(Instant::now());
                 asked.store(true, Ordering::SeqCst);
-                console::err("\nStopping after this step, then saving. Ctrl-C again quits at once, without saving.");
+                console::err(
+                    "\nStopping after this step or evaluation, then saving. Ctrl-C again quits at once, without saving.",
+                );
             }
             Some(first) if first.elapsed() < ONE_WISH => {}
             Some(_) => std::process::exit(i32::from(EXIT_CODE)),

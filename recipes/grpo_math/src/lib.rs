@@ -1,10 +1,11 @@
 //! Parts of the `grpo_math` recipe.
 //!
-//! Reading order: [`start`] (all that can refuse a run), [`run`] (a run from its plan to its last table), [`warmup`] and
-//! [`reinforce`] (its two stages), [`finish`] (the last table); then what they are made of: [`config`], [`problems`]
+//! Reading order: [`start`] (all that can refuse a run), [`run`] (a run from its plan to its last table), [`warmup`] (or
+//! [`warm_start`]) and [`reinforce`] (its two stages), [`finish`] (the last table); then what they are made of: [`config`], [`problems`]
 //! and [`language`] with [`text`],
 //! [`sampling`] and [`scoring`], [`session`] with [`checkpoints`] and [`metrics`], [`charts`], [`plots`] and [`report`]; and
-//! [`gap`], a measurement of its own, which [`gap_export`] writes down for other programs, and for [`drift`], another build.
+//! [`gap`], a measurement of its own, which [`gap_export`] writes down for other programs, and
+//! for [`drift`], another build of this one.
 #![warn(missing_docs)]
 pub mod atomic_write;
 pub mod backend;
@@ -38,6 +39,8 @@ pub mod scoring;
 pub mod seeds;
 pub mod session;
 pub mod start;
+pub mod step_lines;
 pub mod text;
 pub mod times;
+pub mod warm_start;
 pub mod warmup;

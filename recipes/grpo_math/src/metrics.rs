@@ -16,6 +16,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use crate::atomic_write::write_atomically;
+
 /// Pass@1 on the held-out problems, at the rollout's temperature and precision.
 pub const HELD_OUT: &str = "eval/pass@1";
 /// The same with the likeliest token each time.
@@ -23,6 +25,10 @@ pub const HELD_OUT_GREEDY: &str = "eval/greedy";
 /// The chance of a right one among `k` samples.
 pub fn held_out_at(k: usize) -> String {
     format!("eval/pass@{k}")
+}
+/// Pass@1 on the held-out problems, at the rollout's temperature and in another precision.
+pub fn held_out_in(precision: &str) -> String {
+    format!("eval/{precision}/pass@1")
 }
 /// Pass@1 on the validation problems of the warm-up.
 pub const VALIDATION: &str = "validation/pass@1";
@@ -204,6 +210,14 @@ impl MetricsFile {
             path: path.into(),
             file: file.with_context(|| format!("cannot write {}", path.display()))?,
         })
+    }
+
+    /// Makes the file of a run that goes on from another's history: it begins with these lines.
+    pub fn begin_with(path: &Path, history: &History) -> Result<Self> {
+        let mut text = fs::read(&history.path).with_context(|| format!("cannot read {}", history.path.display()))?;
+        text.truncate(history.bytes as usize);
+        write_atomically(path, &text)?;
+        Self::create(path)
     }
 
     /// Opens the file of a run that goes on: cuts what comes after its history.

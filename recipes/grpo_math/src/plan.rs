@@ -63,6 +63,9 @@ fn warm_up(config: &Config) -> String {
     if let Some(data) = &config.data {
         return format!("none: the model of {}", data.model.display());
     }
+    if let Some(from) = &config.warmup.from {
+        return format!("that of {}", from.display());
+    }
     format!(
         "supervised, in f32, until {:.0} % of {} validation problems are right (at most {} steps)",
         100.0 * config.warmup.target_accuracy,
@@ -71,10 +74,23 @@ fn warm_up(config: &Config) -> String {
     )
 }
 
-/// The beginning of a text, in one line.
+/// Marks that turn the direction of what follows, to the end of the line and beyond.
+const TEXT_DIRECTION: [char; 12] = [
+    '\u{200e}', '\u{200f}', '\u{61c}', '\u{202a}', '\u{202b}', '\u{202c}', '\u{202d}', '\u{202e}', '\u{2066}',
+    '\u{2067}', '\u{2068}', '\u{2069}',
+];
+
+/// The beginning of a text, in one line. What would command a terminal is written out.
 fn one_line(text: &str) -> String {
     const MOST: usize = 100;
-    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let words: String = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let mut text = String::with_capacity(words.len());
+    for c in words.chars() {
+        match c.is_control() || TEXT_DIRECTION.contains(&c) {
+            true => text.extend(c.escape_unicode()),
+            false => text.push(c),
+        }
+    }
     match text.char_indices().nth(MOST) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text,
@@ -145,6 +161,14 @@ pub fn thousands(count: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_problem_cannot_command_the_terminal() {
+        assert_eq!(one_line("a\n\tb  c"), "a b c");
+        let text = one_line("\u{1b}]0;title\u{7}\u{9b}2J\u{202e}x");
+        assert_eq!(text, "\\u{1b}]0;title\\u{7}\\u{9b}2J\\u{202e}x");
+        assert_eq!(one_line(&"é".repeat(200)), format!("{}…", "é".repeat(100)));
+    }
 
     #[test]
     fn thousands_are_apart() {

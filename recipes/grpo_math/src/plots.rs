@@ -7,13 +7,13 @@ use plotters::{
 use std::error::Error;
 
 /// Width and height in pixels: legible at half a desktop's width and at a phone's.
-const SIZE: (u32, u32) = (520, 320);
+pub const SIZE: (u32, u32) = (520, 320);
 /// Text and axes; the report replaces it by its own text colour.
-const INK: RGBColor = RGBColor(0x1f, 0x29, 0x37);
+pub const INK: RGBColor = RGBColor(0x1f, 0x29, 0x37);
 /// Grid lines; the report replaces them too.
-const GRID: RGBColor = RGBColor(0xd1, 0xd5, 0xdb);
+pub const GRID: RGBColor = RGBColor(0xd1, 0xd5, 0xdb);
 /// Series, legible on white and on near-black, told apart by the colour-blind (Okabe and Ito, a little darker).
-const SERIES: [RGBColor; 5] = [
+pub const SERIES: [RGBColor; 5] = [
     RGBColor(0x1c, 0x7e, 0xd6),
     RGBColor(0xe0, 0x6c, 0x00),
     RGBColor(0x0c, 0x9d, 0x6f),
@@ -23,7 +23,7 @@ const SERIES: [RGBColor; 5] = [
 
 /// Steps and values that are larger are not drawn: an axis that long tells nothing, and Plotters looks for its labels
 /// for ever.
-const LARGEST: (f64, f64) = (1e12, 1e30);
+pub const LARGEST: (f64, f64) = (1e12, 1e30);
 
 /// A named line.
 #[derive(Clone, Debug)]
@@ -74,33 +74,16 @@ pub struct Chart {
 impl Chart {
     /// The chart as an SVG file, on white.
     pub fn to_svg(&self) -> Result<String, Box<dyn Error + Send + Sync>> {
-        let svg = self.draw()?;
-        let (open, rest) = svg.split_once('>').ok_or("plotters wrote no element")?;
-        Ok(format!(
-            "{open}><rect width=\"100%\" height=\"100%\" fill=\"#FFFFFF\"/>{rest}"
-        ))
+        on_white(&self.draw()?)
     }
 
     /// The chart as a part of the report: no background, text in the text's colour, and a name for screen readers.
     pub fn to_inline_svg(&self) -> Result<String, Box<dyn Error + Send + Sync>> {
-        let svg = self.draw()?;
-        let hex = |c: RGBColor| format!("#{:02X}{:02X}{:02X}", c.0, c.1, c.2);
-        let svg = svg.replace(&hex(INK), "currentColor");
-        let svg = svg.replace(&format!("stroke=\"{}\"", hex(GRID)), "style=\"stroke:var(--grid)\"");
-        let name = format!("<svg role=\"img\" aria-label=\"{}: {}\"", self.title, self.caption);
-        Ok(svg.replacen("<svg", &name, 1))
+        Ok(inline(&self.draw()?, &format!("{}: {}", self.title, self.caption)))
     }
 
     fn draw(&self) -> Result<String, Box<dyn Error + Send + Sync>> {
-        let mut svg = String::new();
-        {
-            let root = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
-            self.draw_on(&root)
-                .map_err(|error| format!("chart {}: {error}", self.file))?;
-            root.present()
-                .map_err(|error| format!("chart {}: {error}", self.file))?;
-        }
-        Ok(svg)
+        draw(self.file, SIZE, |root| self.draw_on(root))
     }
 
     fn draw_on(&self, root: &DrawingArea<SVGBackend<'_>, Shift>) -> Result<(), Box<dyn Error>> {
@@ -202,8 +185,40 @@ impl Chart {
     }
 }
 
+/// An SVG without a background. Errors name the chart by its `file`.
+pub fn draw(
+    file: &str,
+    size: (u32, u32),
+    draw_on: impl FnOnce(&DrawingArea<SVGBackend<'_>, Shift>) -> Result<(), Box<dyn Error>>,
+) -> Result<String, Box<dyn Error + Send + Sync>> {
+    let mut svg = String::new();
+    {
+        let root = SVGBackend::with_string(&mut svg, size).into_drawing_area();
+        draw_on(&root).map_err(|error| format!("chart {file}: {error}"))?;
+        root.present().map_err(|error| format!("chart {file}: {error}"))?;
+    }
+    Ok(svg)
+}
+
+/// What [`draw`] drew, as a file of its own.
+pub fn on_white(svg: &str) -> Result<String, Box<dyn Error + Send + Sync>> {
+    let (open, rest) = svg.split_once('>').ok_or("plotters wrote no element")?;
+    Ok(format!(
+        "{open}><rect width=\"100%\" height=\"100%\" fill=\"#FFFFFF\"/>{rest}"
+    ))
+}
+
+/// What [`draw`] drew, as a part of a page whose colours it follows, with a name for screen readers.
+pub fn inline(svg: &str, name: &str) -> String {
+    let hex = |c: RGBColor| format!("#{:02X}{:02X}{:02X}", c.0, c.1, c.2);
+    let svg = svg.replace(&hex(INK), "currentColor");
+    let svg = svg.replace(&format!("stroke=\"{}\"", hex(GRID)), "style=\"stroke:var(--grid)\"");
+    let name = name.replace('&', "&amp;").replace('<', "&lt;").replace('"', "&quot;");
+    svg.replacen("<svg", &format!("<svg role=\"img\" aria-label=\"{name}\""), 1)
+}
+
 /// Digits after the point that tell the labels of an axis apart.
-fn digits_for(span: f64) -> usize {
+pub fn digits_for(span: f64) -> usize {
     (1.0 - span.log10()).ceil().clamp(0.0, 6.0) as usize
 }
 

@@ -6,7 +6,8 @@ use crate::{
     results::{Results, duration, nats, percent},
 };
 
-const STYLE: &str = include_str!("report.css");
+/// Style of the page, for the reports of other recipes too.
+pub const STYLE: &str = include_str!("report.css");
 
 /// Whether a run is over.
 #[derive(Clone, Debug, PartialEq, Eq)]

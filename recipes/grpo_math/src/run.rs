@@ -26,7 +26,7 @@ pub enum Outcome {
     Stopped(Position),
 }
 
-/// Runs to the end, or until `stop` says so after a step; from the beginning or from a checkpoint. Prints as it goes.
+/// Runs to the end, or until `stop` says so after a step or an evaluation; from the beginning or from a checkpoint. Prints as it goes.
 pub fn run(start: &Start, stop: &dyn Fn(Position) -> bool) -> Result<Outcome> {
     let Start {
         config,
@@ -41,6 +41,11 @@ pub fn run(start: &Start, stop: &dyn Fn(Position) -> bool) -> Result<Outcome> {
         (Some(resumed), Position::Grpo(_)) => Some(Reinforced::resume(config, problems, resumed)?),
         _ => None,
     };
+    let warm = start
+        .warm
+        .as_ref()
+        .map(|from| from.warm(config, problems))
+        .transpose()?;
     let mut session = Session::open(start, stop)?;
     folder.write_config(config)?;
     session.checkpoints.tidy()?;
@@ -58,10 +63,14 @@ pub fn run(start: &Start, stop: &dyn Fn(Position) -> bool) -> Result<Outcome> {
     let mut reinforced = match reinforced {
         Some(reinforced) => reinforced,
         None if config.data.is_some() => Reinforced::begin(config, problems, Warm::loaded(config, problems)?)?,
+        None if let Some(from) = warm => {
+            print_warm(config, &from, None);
+            Reinforced::begin(config, problems, from)?
+        }
         None => match warm_up(&mut session, resumed.as_ref().map(|resumed| &resumed.checkpoint))? {
             Stage::Stopped(at) => return stopped(at),
             Stage::Done(warm) => {
-                print_warm(config, &warm, session.elapsed());
+                print_warm(config, &warm, Some(session.elapsed()));
                 Reinforced::begin(config, problems, warm)?
             }
         },
@@ -72,7 +81,10 @@ pub fn run(start: &Start, stop: &dyn Fn(Position) -> bool) -> Result<Outcome> {
     if let Stage::Stopped(at) = reinforced.train(&mut session)? {
         return stopped(at);
     }
-    let results = finish::evaluate(&mut session, &reinforced)?;
+    let results = match finish::evaluate(&mut session, &reinforced)? {
+        Stage::Stopped(at) => return stopped(at),
+        Stage::Done(results) => results,
+    };
     write_atomically(&folder.results(), serde_json::to_string_pretty(&results)?.as_bytes())?;
     finish::write_report(folder, config, problems, finish::Activity::Over)?;
     let exported = match &problems.language {
@@ -114,16 +126,18 @@ fn describe(position: Position, config: &Config) -> String {
     }
 }
 
-fn print_warm(config: &Config, warm: &Warm, elapsed: f64) {
+/// `elapsed`: seconds that it took; `None`: another run made it.
+fn print_warm(config: &Config, warm: &Warm, elapsed: Option<f64>) {
     let accuracy = warm.accuracy.map_or("not measured".into(), percent);
+    let how = elapsed.map_or("of another run".into(), |elapsed| format!("in {}", duration(elapsed)));
     console::out(format!(
-        "Warm-up: {} steps in {}, validation accuracy {accuracy}.\n",
-        warm.steps,
-        duration(elapsed)
+        "Warm-up: {} steps {how}, validation accuracy {accuracy}.\n",
+        warm.steps
     ));
-    if warm
-        .accuracy
-        .is_none_or(|accuracy| accuracy < config.warmup.target_accuracy)
+    if elapsed.is_some()
+        && warm
+            .accuracy
+            .is_none_or(|accuracy| accuracy < config.warmup.target_accuracy)
     {
         console::err(format!(
             "Warning: the warm-up ended at its {} steps (warmup.max_steps), below warmup.target_accuracy. GRPO learns from \

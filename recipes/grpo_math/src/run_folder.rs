@@ -58,9 +58,14 @@ impl RunFolder {
         )
     }
 
+    /// What may be the folder of a run.
+    pub fn at(path: &Path) -> Self {
+        Self { path: path.into() }
+    }
+
     /// An existing run's folder and its settings, those of [`RESUMABLE`] perhaps changed by `--set`.
     pub fn open(path: &Path, assignments: &[String]) -> Result<(Self, Config)> {
-        let folder = Self { path: path.into() };
+        let folder = Self::at(path);
         if !folder.config().is_file() {
             bail!("{} is not the folder of a run: it has no config.toml", path.display());
         }
@@ -92,6 +97,16 @@ impl RunFolder {
     /// One line a step.
     pub fn metrics(&self) -> PathBuf {
         self.path.join("metrics.jsonl")
+    }
+
+    /// Which held-out problems were answered right.
+    pub fn answers(&self) -> PathBuf {
+        self.path.join("answers.jsonl")
+    }
+
+    /// The error of every layer's quantized activations.
+    pub fn layers(&self) -> PathBuf {
+        self.path.join("layers.jsonl")
     }
 
     /// One folder a checkpoint.

@@ -48,7 +48,8 @@ impl Sampling {
                 max_new_tokens: config.rollout.max_new_tokens,
                 eos_token_ids: problems.language.eos_token_ids(),
                 seed: 0,
-                record_routing: config.rollout.routing_replay,
+                // For replay, or to count the tokens that the trainer routes differently.
+                record_routing: true,
             },
             evaluation_seed: seeds::seed(config.run.seed, "evaluation", 0),
             evaluation: config.eval.clone(),
@@ -67,37 +68,55 @@ impl Sampling {
     /// Pass@1 at the rollout's temperature, one sample a problem. Every call of a run draws the same random numbers, so that
     /// two policies differ by what they are, not by luck.
     pub fn pass_at_1(&mut self, model: &Sampler, problems: &[Problem]) -> Result<f64> {
-        Ok(mean(
-            self.judged(model, problems, 1, self.params.temperature)?
-                .map(|right| right as f64),
-        ))
+        Ok(share(&self.judged(model, problems, 1, self.params.temperature)?))
     }
 
-    /// Accuracy sampled, `eval.samples` times a problem, and greedy.
-    pub fn accuracy(&mut self, model: &Sampler, problems: &[Problem]) -> Result<Accuracy> {
-        let EvalConfig { samples, pass_at, .. } = self.evaluation;
-        let right: Vec<usize> = self
-            .judged(model, problems, samples, self.params.temperature)?
-            .collect();
-        let estimate = |k| mean(right.iter().map(|right| pass_at_k(samples, *right, k)));
-        Ok(Accuracy {
-            sampled: estimate(1),
-            at_k: (pass_at > 1).then(|| PassAtK {
-                k: pass_at,
-                share: estimate(pass_at),
-            }),
-            greedy: mean(self.judged(model, problems, 1, 0.0)?.map(|right| right as f64)),
+    /// What `model` would have returned had it sampled the completions of `rollouts`: their log-probs, and with
+    /// `record_routing` their experts, as the rollout engine computes them.
+    pub fn given(&mut self, model: &Sampler, rollouts: &Rollouts, record_routing: bool) -> Result<Rollouts> {
+        let params = SamplingParams {
+            record_routing,
+            ..self.params.clone()
+        };
+        let tokens: Vec<&[u32]> = rollouts.completions.iter().map(|c| c.tokens.as_slice()).collect();
+        let completions = self.engine.generate_given(model, &rollouts.prompts, &tokens, &params);
+        Ok(Rollouts {
+            completions: completions.context("cannot score completions")?,
+            ..rollouts.clone()
         })
     }
 
-    /// How many of `samples` completions of each problem are right.
-    fn judged(
-        &mut self,
-        model: &Sampler,
-        problems: &[Problem],
-        samples: usize,
-        temperature: f32,
-    ) -> Result<impl ExactSizeIterator<Item = usize>> {
+    /// Accuracy sampled, `eval.samples` times a problem, and greedy; and which samples were right, problem after problem.
+    pub fn accuracy(&mut self, model: &Sampler, problems: &[Problem]) -> Result<(Accuracy, Vec<bool>)> {
+        let pass_at = self.evaluation.pass_at;
+        let judged = self.sampled(model, problems)?;
+        let accuracy = Accuracy {
+            sampled: self.pass_at(1, &judged),
+            at_k: (pass_at > 1).then(|| PassAtK {
+                k: pass_at,
+                share: self.pass_at(pass_at, &judged),
+            }),
+            greedy: share(&self.judged(model, problems, 1, 0.0)?),
+        };
+        Ok((accuracy, judged))
+    }
+
+    /// Pass@k of completions, `eval.samples` of each problem, by the unbiased estimator.
+    pub fn pass_at(&self, k: usize, right: &[bool]) -> f64 {
+        let samples = self.evaluation.samples;
+        let right = right
+            .chunks(samples)
+            .map(|samples| samples.iter().filter(|right| **right).count());
+        mean(right.map(|right| pass_at_k(samples, right, k)))
+    }
+
+    /// Which of `eval.samples` completions of each problem are right, problem after problem.
+    pub fn sampled(&mut self, model: &Sampler, problems: &[Problem]) -> Result<Vec<bool>> {
+        self.judged(model, problems, self.evaluation.samples, self.params.temperature)
+    }
+
+    /// Which of `samples` completions of each problem are right, problem after problem.
+    fn judged(&mut self, model: &Sampler, problems: &[Problem], samples: usize, temperature: f32) -> Result<Vec<bool>> {
         let repeated: Vec<&Problem> = problems
             .iter()
             .flat_map(|problem| std::iter::repeat_n(problem, samples))
@@ -109,8 +128,7 @@ impl Sampling {
             ..self.params.clone()
         };
         let rewards = self.sample(model, &repeated, &params)?.rewards;
-        let right = |rewards: &[f32]| rewards.iter().filter(|reward| **reward == 1.0).count();
-        Ok(rewards.chunks(samples).map(right).collect::<Vec<_>>().into_iter())
+        Ok(rewards.iter().map(|reward| *reward == 1.0).collect())
     }
 
     fn sample(&mut self, model: &Sampler, problems: &[&Problem], params: &SamplingParams) -> Result<Rollouts> {
@@ -150,6 +168,11 @@ impl Rollouts {
             .map(|completion| completion.finish == FinishReason::Length)
             .collect()
     }
+}
+
+/// Share of what is true.
+fn share(flags: &[bool]) -> f64 {
+    mean(flags.iter().map(|flag| f64::from(u8::from(*flag))))
 }
 
 /// Mean of a few numbers; 0 of none.

@@ -21,13 +21,13 @@ pub fn trainer_side(policy: &Policy, precision: &Precision) -> Result<Sampler> {
     Ok(policy.valid().with_precision(precision.clone())?)
 }
 
-/// Log-probs of the completions' tokens, completion after completion; through the experts that the rollout chose, where
-/// it recorded them.
-pub fn token_log_probs(model: &Sampler, rollouts: &Rollouts, temperature: f32) -> Vec<f32> {
+/// Log-probs of the completions' tokens, completion after completion; with `replay` through the experts that the rollout
+/// chose, where it recorded them.
+pub fn token_log_probs(model: &Sampler, rollouts: &Rollouts, temperature: f32, replay: bool) -> Vec<f32> {
     let recorded = rollouts
         .completions
         .iter()
-        .map(|completion| completion.expert_ids.as_ref());
+        .map(|completion| completion.expert_ids.as_ref().filter(|_| replay));
     let scores = score_tokens(model, rollouts, temperature, recorded, false);
     scores.log_probs.concat()
 }
@@ -165,8 +165,8 @@ mod tests {
         let (policy, mut rollouts) = sampled();
         let packed = |precision| sync(&policy, &precision, None).unwrap().0;
         let agree = |rollouts: &Rollouts| {
-            let trainer = token_log_probs(&trainer_side(&policy, &Precision::W4A16).unwrap(), rollouts, 1.0);
-            let rollout = token_log_probs(&packed(Precision::W4A16), rollouts, 1.0);
+            let trainer = token_log_probs(&trainer_side(&policy, &Precision::W4A16).unwrap(), rollouts, 1.0, true);
+            let rollout = token_log_probs(&packed(Precision::W4A16), rollouts, 1.0, true);
             assert!(trainer == rollout, "the trainer's W4A16 weights are the packed ones");
             trainer
         };

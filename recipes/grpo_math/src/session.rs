@@ -27,10 +27,13 @@ use crate::{
     sampling::Sampling,
     seeds,
     start::Start,
+    step_lines::StepLines,
 };
 
 const MODEL: &str = "model.safetensors";
 const MODEL_CONFIG: &str = "config.json";
+/// The policy that the rollout samples, where it is not the one that is trained.
+const ROLLOUT_MODEL: &str = "rollout_model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const MASKS: &str = "residual_masks.safetensors";
 
@@ -49,6 +52,10 @@ pub struct Session<'a> {
     pub sampling: Sampling,
     /// Its checkpoints.
     pub checkpoints: Checkpoints,
+    /// Which held-out problems were answered right, at the first and the last step.
+    pub answers: StepLines,
+    /// What quantization does to each layer's activations (`mismatch.layers_every`).
+    pub layers: StepLines,
     metrics: MetricsFile,
     stop: &'a dyn Fn(Position) -> bool,
     started: Instant,
@@ -61,6 +68,8 @@ pub struct Snapshot<'a> {
     pub position: Position,
     /// The model: f32 masters.
     pub policy: &'a Policy,
+    /// The policy that the next rollouts come from, where it is an older one.
+    pub rollout_policy: Option<&'a Policy>,
     /// Its optimizer.
     pub optimizer: &'a Optimizer,
     /// Updates left out so far.
@@ -87,13 +96,25 @@ impl<'a> Session<'a> {
             folder,
             problems,
             resumed,
+            warm,
             ..
         } = start;
         Ok(Self {
             sampling: Sampling::new(config, problems)?,
             checkpoints: Checkpoints::new(folder.checkpoints()),
+            answers: match resumed {
+                None => StepLines::new(folder.answers()),
+                Some(resumed) => resumed.answers.clone(),
+            },
+            layers: match resumed {
+                None => StepLines::new(folder.layers()),
+                Some(resumed) => resumed.layers.clone(),
+            },
             metrics: match resumed {
-                None => MetricsFile::create(&folder.metrics())?,
+                None => match warm {
+                    Some(warm) => MetricsFile::begin_with(&folder.metrics(), &warm.history)?,
+                    None => MetricsFile::create(&folder.metrics())?,
+                },
                 Some(resumed) => MetricsFile::resume(&resumed.history)?,
             },
             config,
@@ -141,6 +162,9 @@ impl<'a> Session<'a> {
                     let config = snapshot.policy.config().to_json();
                     write_atomically(&folder.join(MODEL_CONFIG), config.as_bytes())?;
                 }
+            }
+            if let Some(policy) = snapshot.rollout_policy {
+                checkpoint::save(policy, &folder.join(ROLLOUT_MODEL))?;
             }
             optimizer_state::save(snapshot.optimizer, snapshot.policy, &folder.join(OPTIMIZER))?;
             if let Some(masks) = snapshot.masks {
@@ -212,6 +236,12 @@ pub fn read_policy(
     Ok((policy, masks))
 }
 
+/// The policy that the rollouts after a checkpoint come from, where it is older than the checkpoint's own.
+pub fn read_rollout_policy(config: &Config, problems: &Problems, checkpoint: &Checkpoint) -> Result<Policy> {
+    let blank = model_config(config, problems).init(&Default::default());
+    Ok(checkpoint::load(blank, &checkpoint.path.join(ROLLOUT_MODEL))?)
+}
+
 /// The optimizer of a checkpoint, for the policy read from it.
 pub fn read_optimizer(fresh: Optimizer, policy: &Policy, checkpoint: &Checkpoint) -> Result<Optimizer> {
     optimizer_state::load(fresh, policy, &checkpoint.path.join(OPTIMIZER))
@@ -219,7 +249,12 @@ pub fn read_optimizer(fresh: Optimizer, policy: &Policy, checkpoint: &Checkpoint
 
 /// Refuses a checkpoint of other settings.
 pub fn check_fingerprint(folder: &RunFolder, config: &Config, checkpoint: &Checkpoint) -> Result<()> {
-    if checkpoint.state.config_fingerprint != config.fingerprint {
+    check_settings(folder, &config.fingerprint, checkpoint)
+}
+
+/// Refuses a checkpoint of other settings than those with this fingerprint.
+pub fn check_settings(folder: &RunFolder, fingerprint: &str, checkpoint: &Checkpoint) -> Result<()> {
+    if checkpoint.state.config_fingerprint != fingerprint {
         bail!(
             "{} is not the one that this run was made with: undo the changes, or start a new run with --config {}",
             folder.config().display(),
@@ -254,6 +289,15 @@ pub fn needs_masks(precision: &Precision) -> bool {
 /// Residual masks of a policy, calibrated on training problems with their answers.
 pub fn calibrate(config: &Config, problems: &Problems, policy: &Policy) -> Result<ResidualMasks> {
     let rac = config.rac.rac;
+    // As the rollout's matmuls see them: 4-bit weights upstream.
+    let model = policy.clone().valid().with_precision(Precision::W4A16)?;
+    let calibrator = Calibrator::new(&model);
+    calibrator.run(&calibration_sequences(config, problems)?, 256);
+    Ok(calibrator.masks(rac.granularity, rac.fraction)?)
+}
+
+/// Training problems with their answers, as the model reads them.
+pub fn calibration_sequences(config: &Config, problems: &Problems) -> Result<Vec<Vec<u32>>> {
     let mut sequences = Vec::new();
     for problem in problems.training.iter().take(config.rac.calibration_prompts) {
         let mut sequence = problems.language.prompt(problem)?;
@@ -262,9 +306,5 @@ pub fn calibrate(config: &Config, problems: &Problems, policy: &Policy) -> Resul
         sequence.pop();
         sequences.push(sequence);
     }
-    // As the rollout's matmuls see them: 4-bit weights upstream.
-    let model = policy.clone().valid().with_precision(Precision::W4A16)?;
-    let calibrator = Calibrator::new(&model);
-    calibrator.run(&sequences, 256);
-    Ok(calibrator.masks(rac.granularity, rac.fraction)?)
+    Ok(sequences)
 }

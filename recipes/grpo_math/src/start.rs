@@ -12,6 +12,8 @@ use crate::{
     run_folder::RunFolder,
     run_lock::RunLock,
     session::{check_fingerprint, check_problems},
+    step_lines::StepLines,
+    warm_start::WarmStart,
 };
 
 /// A run that can begin, or go on.
@@ -25,6 +27,8 @@ pub struct Start {
     pub problems: Problems,
     /// Where it goes on from; absent: it is new.
     pub resumed: Option<Resumed>,
+    /// The warm-up of another run that a new one begins with.
+    pub warm: Option<WarmStart>,
     _lock: RunLock,
 }
 
@@ -37,6 +41,10 @@ pub struct Resumed {
     pub first: Option<Checkpoint>,
     /// The lines of `metrics.jsonl` up to the checkpoint.
     pub history: History,
+    /// The lines of `answers.jsonl` up to the checkpoint.
+    pub answers: StepLines,
+    /// Those of `layers.jsonl`.
+    pub layers: StepLines,
 }
 
 impl Start {
@@ -45,6 +53,7 @@ impl Start {
         // Before there is a folder: a missing device, or settings that draw too few problems, should leave nothing behind.
         backend::find_device()?;
         let problems = Problems::draw(&config)?;
+        let warm = WarmStart::find(&config)?;
         let folder = RunFolder::create(&config)?;
         Ok(Self {
             _lock: RunLock::take(&folder)?,
@@ -52,6 +61,7 @@ impl Start {
             folder,
             problems,
             resumed: None,
+            warm,
         })
     }
 
@@ -97,7 +107,11 @@ impl Start {
                 checkpoint,
                 first,
                 history,
+                answers: StepLines::resume(folder.answers(), position)?,
+                layers: StepLines::resume(folder.layers(), position)?,
             }),
+            // Its own first checkpoint has all that the run needs of it.
+            warm: None,
             config,
             folder,
             _lock: lock,

@@ -26,6 +26,8 @@ pub struct Warm {
     pub steps: usize,
     /// The last pass@1 on the validation problems.
     pub accuracy: Option<f64>,
+    /// Outlier channels that it has already.
+    pub outlier_channels: usize,
 }
 
 impl Warm {
@@ -35,6 +37,7 @@ impl Warm {
             policy: fresh_policy(config, problems)?,
             steps: 0,
             accuracy: None,
+            outlier_channels: 0,
         })
     }
 }
@@ -114,6 +117,7 @@ pub fn warm_up(session: &mut Session<'_>, checkpoint: Option<&Checkpoint>) -> Re
             session.save(&Snapshot {
                 position: Position::Warmup(step),
                 policy: learner.model(),
+                rollout_policy: None,
                 optimizer: learner.optimizer(),
                 skipped: learner.skipped_steps(),
                 masks: None,
@@ -130,5 +134,6 @@ pub fn warm_up(session: &mut Session<'_>, checkpoint: Option<&Checkpoint>) -> Re
         policy: learner.into_model(),
         steps,
         accuracy,
+        outlier_channels: 0,
     }))
 }

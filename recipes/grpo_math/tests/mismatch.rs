@@ -2,7 +2,7 @@
 mod tiny_run;
 use serde_json::Value;
 use std::{fs, process::Command};
-use tiny_run::{command, folder, lines, succeed, text};
+use tiny_run::{command, folder, lines, resume, succeed, text};
 
 /// Warnings about the gap in what a run with these settings says.
 fn warnings(test: &str, settings: &[&str]) -> Vec<String> {
@@ -59,6 +59,35 @@ fn steps(test: &str, settings: &[&str]) -> Vec<Value> {
 }
 
 #[test]
+fn layers_are_measured_at_the_steps_asked_for_and_once() {
+    let folder = folder("layers");
+    let settings = [
+        "mismatch.layers_every=4",
+        "rollout.precision=w4a4_rac",
+        "rac.selection=calibrated",
+        "rac.fraction=0.25",
+    ];
+    succeed(&mut command(&folder, &settings));
+    let run = folder.join("run");
+    let text = fs::read_to_string(run.join("layers.jsonl")).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let steps: Vec<_> = lines.iter().map(|line| line["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, [0, 0, 0, 0, 4, 4, 4, 4, 6, 6, 6, 6]);
+    assert_eq!(lines[0]["layer"], "layers.0.self_attn.qkv_proj");
+    for line in &lines {
+        let (plain, rollout) = (number(line, "error_w4a4"), number(line, "error_rollout"));
+        // What the masks take away at most: the residuals of their channels.
+        let left = plain * (1.0 - number(line, "captured")).sqrt();
+        assert!(0.0 < left && rollout < plain && rollout > 0.95 * left, "{line}");
+        assert!(number(line, "captured") > 0.25, "more than the mask's share: {line}");
+        assert!(number(line, "largest_over_median") >= 1.0, "{line}");
+    }
+    fs::remove_dir_all(run.join("checkpoints/step_0006")).unwrap();
+    succeed(&mut resume(&folder, &[]));
+    assert_eq!(fs::read_to_string(run.join("layers.jsonl")).unwrap(), text);
+}
+
+#[test]
 fn replay_and_decomposition_agree_on_the_experts() {
     let live = steps("replay_off", &[]);
     let replayed = steps("replay_on", &["rollout.routing_replay=true"]);
@@ -81,6 +110,15 @@ fn replay_and_decomposition_agree_on_the_experts() {
             "nothing flips that is replayed"
         );
     }
+    for line in &live {
+        let (decisions, tokens) = (
+            number(line, "mismatch/route_flip_rate"),
+            number(line, "mismatch/route_flip_token_rate"),
+        );
+        // One layer: a decision a token.
+        assert!(decisions == tokens && (0.0..0.5).contains(&decisions), "{line}");
+    }
+    assert!(live.iter().any(|line| number(line, "mismatch/route_flip_rate") > 0.0));
     // The first step of both runs samples the same tokens from the same policy.
     assert_eq!(live[0]["reward/mean"], replayed[0]["reward/mean"]);
     let gap = |line: &Value| number(line, "mismatch/delta/mean");

@@ -1,12 +1,18 @@
 //! A run that was stopped and resumed ends with the bits of one that never was.
 mod tiny_run;
+use grpo_math::{
+    config::Config,
+    metrics::Position,
+    run::{Outcome, run},
+    start::Start,
+};
 use std::{
     collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
-use tiny_run::{checkpoint_file, command, folder, metrics, resume, send, succeed, text, wait_for_lines};
+use tiny_run::{SETTINGS, checkpoint_file, command, folder, metrics, resume, send, succeed, text, wait_for_lines};
 
 /// Starts a run and sends signals when `metrics.jsonl` has `lines` lines. The run may get a few steps further.
 fn stop_after(command: &mut Command, run: &Path, lines: usize, signals: &[&str]) -> String {
@@ -64,6 +70,30 @@ fn ctrl_c_saves_and_resuming_ends_with_the_same_bits() {
     interrupt_after(&mut resume(&parts, &[]), &run, 61 + 19);
     succeed(&mut resume(&parts, &[]));
     assert_same(&whole, &parts);
+}
+
+#[test]
+fn a_run_stops_after_its_first_evaluation_and_within_its_last_table() {
+    let (whole, parts) = (folder("table_whole"), folder("table_parts"));
+    succeed(&mut command(&whole, &[]));
+    let mut settings: Vec<String> = SETTINGS.iter().map(|setting| setting.to_string()).collect();
+    settings.push(format!("run.directory={}", parts.display()));
+    settings.push("run.name=run".into());
+    let stop = |start: Start, at: usize| {
+        let outcome = run(&start, &|position| position == Position::Grpo(at)).unwrap();
+        assert!(matches!(outcome, Outcome::Stopped(position) if position == Position::Grpo(at)));
+        assert!(!start.folder.results().exists(), "the run is not complete");
+    };
+    let path = parts.join("run");
+    stop(Start::new(Config::load(None, &settings).unwrap()).unwrap(), 0);
+    stop(Start::resume(&path, &[]).unwrap(), 6);
+    succeed(&mut resume(&parts, &[]));
+    let results = |folder: &Path| {
+        let text = fs::read_to_string(folder.join("run/results.json")).unwrap();
+        text[..text.find("\"machine\"").unwrap()].to_string()
+    };
+    assert_eq!(results(&whole), results(&parts));
+    assert_eq!(metrics(&whole.join("run")), metrics(&path));
 }
 
 #[test]

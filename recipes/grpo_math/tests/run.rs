@@ -30,7 +30,18 @@ fn a_run_leaves_its_metrics_checkpoints_plots_report_and_results() {
         for name in [
             "actor/entropy",
             "actor/grad_norm",
+            "actor/grad_norm_max",
+            "actor/pg_clipfrac",
+            "skipped_steps",
             "sampling/sampling_logp_difference/mean",
+            "sampling/sampling_logp_difference/p99",
+            "sampling/sampling_logp_difference/max",
+            "rollout_corr/k3_kl",
+            "rollout_corr/k3_kl_reverse",
+            "rollout_corr/rollout_is_eff_sample_size",
+            "rollout_corr/rollout_is_oob_ratio",
+            "mismatch/route_flip_rate",
+            "response_length/clip_ratio",
             "response_length/mean",
         ] {
             assert_eq!(line[name].is_number(), step > 0, "{name}: {line}");

@@ -116,7 +116,7 @@ pub struct VerifyArgs {
     #[arg(long)]
     pub original: PathBuf,
     /// Largest relative error of a layer; beyond it the command fails. NVFP4 has about 0.095 on Gaussian weights.
-    #[arg(long, default_value_t = 0.2)]
+    #[arg(long, default_value_t = 0.2, value_parser = tolerance)]
     pub tolerance: f64,
     /// Also compares the logits on these JSON lines (input_ids, text, prompt, question or problem). Loads both models.
     #[arg(long, value_name = "FILE")]
@@ -129,6 +129,12 @@ pub struct VerifyArgs {
     pub precision: Precision,
 }
 
+/// Anything else would let every layer pass, or none.
+fn tolerance(text: &str) -> Result<f64, String> {
+    let tolerance = text.parse().ok().filter(|x: &f64| x.is_finite() && *x >= 0.0);
+    tolerance.ok_or_else(|| "expected a number, at least 0".into())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -137,6 +143,22 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_tolerance_is_a_number() {
+        let tolerance = |text: &str| {
+            let cli =
+                Cli::try_parse_from(["x", "verify", "a", "--original", "b", &format!("--tolerance={text}")]).ok()?;
+            match cli.command {
+                Command::Verify(arguments) => Some(arguments.tolerance),
+                _ => panic!(),
+            }
+        };
+        assert_eq!((tolerance("0"), tolerance("0.3")), (Some(0.0), Some(0.3)));
+        for text in ["nan", "inf", "-0.1", "1e999", "x", ""] {
+            assert_eq!(tolerance(text), None, "{text}");
+        }
     }
 
     #[test]

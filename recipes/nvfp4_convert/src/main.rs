@@ -28,7 +28,7 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", burn_quads::explain(error.as_ref()));
             ExitCode::FAILURE
         }
     }

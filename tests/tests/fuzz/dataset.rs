@@ -29,7 +29,7 @@ const TARGET: Target = Target {
         "[",
         "{",
     ],
-    accepted: &["controls", "nested_whole", "number_long", "usual"],
+    accepted: &["byte_order_mark", "controls", "nested_whole", "number_long", "usual"],
     file: |_| "problems.jsonl",
     ..Target::new("dataset", read)
 };

@@ -61,9 +61,11 @@ fn metric(output: &StepOutput, name: &str) -> f64 {
 
 #[test]
 fn a_step_equals_plain_autodiff_over_all_rows() {
-    for kind in KINDS {
+    let sources = [OldLogProbs::Trainer, OldLogProbs::Rollout];
+    for (kind, old_log_probs) in KINDS.into_iter().flat_map(|kind| sources.map(|source| (kind, source))) {
         let config = GrpoConfig {
             temperature: 0.7,
+            old_log_probs,
             ..config(kind)
         };
         let mut batch = batch(3);
@@ -82,12 +84,13 @@ fn a_step_equals_plain_autodiff_over_all_rows() {
             .gather(1, targets)
             .squeeze_dim::<1>(1);
         let values = log_probs.clone().into_data().to_vec::<f32>().unwrap();
+        let rollout = batch.rollout_log_probs.concat();
         let loss_batch = LossBatch {
             lengths: layout.lengths(),
             mask: &vec![true; values.len()],
             advantages: &output.advantages,
             log_probs: &values,
-            old_log_probs: None,
+            old_log_probs: (old_log_probs == OldLogProbs::Rollout).then_some(&rollout),
             reference_log_probs: None,
             rollout_log_probs: None,
             weights: None,
@@ -100,6 +103,38 @@ fn a_step_equals_plain_autodiff_over_all_rows() {
         let expected = Learner::new(model, config).unwrap();
         assert!(distance(&learner, &expected) < 1e-5, "{kind:?}");
         assert!(distance(&learner, &self::learner(config)) > 1e-3, "{kind:?}: it moved");
+    }
+}
+
+#[test]
+fn the_rollouts_log_probs_are_the_old_ones_where_asked_and_the_gap_is_measured_as_before() {
+    for minibatches in [1, 2] {
+        let run = |old_log_probs, batch: &RolloutBatch| {
+            let mut learner = learner(GrpoConfig {
+                minibatches,
+                old_log_probs,
+                ..config(LossKind::Grpo)
+            });
+            let output = learner.step(batch).unwrap();
+            (bits(&learner), output)
+        };
+        let mut batch = batch(3);
+        let (by_trainer, of_trainer) = run(OldLogProbs::Trainer, &batch);
+        let (by_rollout, of_rollout) = run(OldLogProbs::Rollout, &batch);
+        assert_ne!(by_trainer, by_rollout, "{minibatches}");
+        assert_eq!(of_trainer.mismatch, of_rollout.mismatch);
+        assert_eq!(
+            of_trainer.old_log_probs, of_rollout.old_log_probs,
+            "the trainer's either way"
+        );
+        assert!(metric(&of_rollout, "actor/pg_clipfrac") > metric(&of_trainer, "actor/pg_clipfrac"));
+        // Without a gap there is no difference, but for a ratio of 1 that is computed.
+        batch.rollout_log_probs = of_trainer.old_log_probs;
+        let values = |old| run(old, &batch).0.into_iter().map(f32::from_bits).collect::<Vec<_>>();
+        let (trainer, rollout) = (values(OldLogProbs::Trainer), values(OldLogProbs::Rollout));
+        for (trainer, rollout) in trainer.into_iter().zip(rollout) {
+            assert!((trainer - rollout).abs() < 1e-5, "{trainer} and {rollout}");
+        }
     }
 }
 

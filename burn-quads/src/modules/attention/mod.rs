@@ -12,6 +12,7 @@ pub use kv_cache::{CacheStep, KvCache, KvCacheConfig, LayerCache, PrefixCopy, To
 use super::{
     linear::{OuterScaleGroup, QuadsLinear, QuadsLinearConfig},
     rotary::{RotaryEmbedding, Rotation},
+    straight_through::Backward,
 };
 use crate::{
     backend::QuadsBackend,
@@ -143,6 +144,17 @@ impl<B: Backend> QuadsAttention<B> {
             k_proj: set(self.k_proj),
             v_proj: set(self.v_proj),
             o_proj: set(self.o_proj),
+            ..self
+        }
+    }
+
+    /// The attention with another straight-through gradient of its projections.
+    pub fn with_backward(self, backward: Backward) -> Self {
+        Self {
+            q_proj: self.q_proj.with_backward(backward),
+            k_proj: self.k_proj.with_backward(backward),
+            v_proj: self.v_proj.with_backward(backward),
+            o_proj: self.o_proj.with_backward(backward),
             ..self
         }
     }

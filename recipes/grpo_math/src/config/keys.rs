@@ -4,12 +4,13 @@ use burn_quads::grpo::GrpoError;
 use super::{ConfigError, Layers};
 
 /// A name of the learner, and the setting that becomes it.
-const KEYS: [(&str, &str); 15] = [
+const KEYS: [(&str, &str); 16] = [
     ("group_size", "grpo.group_size"),
     ("minibatches", "grpo.minibatches"),
     ("micro_batch_rows", "trainer.micro_batch"),
     ("max_completion_length", "rollout.max_new_tokens"),
     ("temperature", "rollout.temperature"),
+    ("old_log_probs", "grpo.old_log_probs"),
     ("loss.epsilon_low", "grpo.clip_low"),
     ("loss.epsilon_high", "grpo.clip_high"),
     ("loss.delta", "grpo.clip_two_sided"),
@@ -98,6 +99,10 @@ mod tests {
             (
                 &["grpo.clip_two_sided=3", "grpo.loss=cispo"],
                 "grpo.clip_two_sided = 3.0 (from --set): expected 0: cispo has no second clip",
+            ),
+            (
+                &["grpo.old_log_probs=rollout", "grpo.correction=tis"],
+                "grpo.old_log_probs = \"rollout\" (from --set): expected trainer with a correction",
             ),
             (
                 &["grpo.clip_high=1e39"],

@@ -1,8 +1,11 @@
 //! `[grpo]` and `[trainer]`: how the policy learns.
 use burn_nvfp4::Precision;
-use burn_quads::grpo::{
-    Correction, CorrectionMode, GrpoConfig, LossConfig, LossKind, LrSchedule, LrShape, OptimizerConfig, Overlong,
-    OverlongMode, ScaleRewards,
+use burn_quads::{
+    Backward,
+    grpo::{
+        Correction, CorrectionMode, GrpoConfig, LossConfig, LossKind, LrSchedule, LrShape, OldLogProbs,
+        OptimizerConfig, Overlong, OverlongMode, ScaleRewards,
+    },
 };
 
 use super::{ConfigError, Layers, RolloutConfig, RunConfig, keys, precision::read_precision, sections::MANY};
@@ -19,6 +22,8 @@ pub struct LearnerConfig {
     pub prompts_per_step: usize,
     /// The trainer's precision.
     pub precision: Precision,
+    /// Its straight-through gradient.
+    pub backward: Backward,
     /// Everything else, in the library's terms.
     pub grpo: GrpoConfig,
 }
@@ -46,7 +51,12 @@ impl LearnerConfig {
             ("sequence_mask", CorrectionMode::SequenceMask),
             ("sequence_mask_mean", CorrectionMode::SequenceMaskMean),
         ];
+        let old_log_probs = [("trainer", OldLogProbs::Trainer), ("rollout", OldLogProbs::Rollout)];
         let truncated = [("keep", OverlongMode::Keep), ("mask", OverlongMode::Mask)];
+        let backwards = [
+            ("quantized", Backward::Quantized),
+            ("unquantized", Backward::Unquantized),
+        ];
         let shapes = [
             ("constant", LrShape::Constant),
             ("linear", LrShape::Linear),
@@ -55,9 +65,11 @@ impl LearnerConfig {
         let not_negative = |key| layers.number(key, "0 or more", |number| number >= 0.0);
         let unless_zero = |key| Ok(Some(not_negative(key)? as f32).filter(|number| *number > 0.0));
         let decay = |key| layers.number(key, "0 or more, less than 1", |beta| (0.0..1.0).contains(&beta));
-        let steps = layers.count("grpo.steps", 1..=MANY)?;
+        let steps = layers.count("grpo.steps", 0..=MANY)?;
         let lr_warmup_steps = layers.count("trainer.lr_warmup_steps", 0..=MANY)?;
         let shape = layers.choice("trainer.lr_schedule", &shapes)?;
+        // Without a step there is no rate to fall.
+        let shape = if steps == 0 { LrShape::Constant } else { shape };
         if shape != LrShape::Constant && lr_warmup_steps >= steps {
             return Err(layers.refuse("trainer.lr_warmup_steps", format!("fewer than grpo.steps = {steps}")));
         }
@@ -73,6 +85,7 @@ impl LearnerConfig {
                 beta: not_negative("grpo.kl_coefficient")? as f32,
                 ..LossConfig::default()
             },
+            old_log_probs: layers.choice("grpo.old_log_probs", &old_log_probs)?,
             correction: Correction {
                 mode: layers.choice("grpo.correction", &corrections)?,
                 ..Correction::default()
@@ -108,6 +121,7 @@ impl LearnerConfig {
             steps,
             prompts_per_step: layers.count("grpo.prompts_per_step", 1..=1_000_000)?,
             precision: read_precision(layers, "trainer.precision")?,
+            backward: layers.choice("trainer.backward", &backwards)?,
             grpo,
         };
         config.check(layers)?;

@@ -19,7 +19,7 @@ pub use layers::{DEFAULTS, Layers};
 pub use learner::LearnerConfig;
 pub use model::ModelConfig;
 pub use precision::{PRECISIONS, RacConfig, precision, precision_name};
-pub use sections::{CheckpointConfig, EvalConfig, MismatchConfig, RolloutConfig, RunConfig, WarmupConfig};
+pub use sections::{CheckpointConfig, EvalConfig, MismatchConfig, OWN, RolloutConfig, RunConfig, WarmupConfig};
 pub use task::TaskConfig;
 
 use std::path::{Path, PathBuf};
@@ -108,6 +108,30 @@ pub struct Config {
 /// Settings that may be given another value when a run is resumed: they do not change the steps already taken.
 pub const RESUMABLE: [&str; 3] = ["grpo.steps", "checkpoint.every", "checkpoint.keep"];
 
+/// A note on settings of what is made here where a model and problems come from files. Those that are as the defaults have
+/// them are nobody's wish.
+fn without_effect(layers: &Layers) -> Vec<String> {
+    let defaults = Layers::defaults();
+    let changed: Vec<&str> = layers
+        .values()
+        .zip(defaults.values())
+        .filter(|((key, value), (_, default))| {
+            let section = key.split('.').next().unwrap_or_default();
+            *key != "model.folder" && ["model", "task", "warmup"].contains(&section) && value != default
+        })
+        .map(|((key, _), _)| key)
+        .collect();
+    match changed.is_empty() {
+        true => vec![],
+        false => vec![format!(
+            "{}: without effect, as the model is loaded from {} and the problems from {}",
+            changed.join(", "),
+            layers.text("model.folder"),
+            layers.text("data.train")
+        )],
+    }
+}
+
 impl Config {
     /// The defaults under a file and `--set` assignments.
     pub fn load(file: Option<&Path>, assignments: &[String]) -> Result<Self, ConfigError> {
@@ -121,7 +145,7 @@ impl Config {
         let data = DataConfig::read(layers)?;
         let mixture = task.mixture().map_err(|error| task.refuse(layers, &error))?;
         let notes = match data {
-            Some(_) => Vec::new(),
+            Some(_) => without_effect(layers),
             None => problem_counts::fit(layers, &mixture, run.seed)?,
         };
         let layers = &*layers;
@@ -149,7 +173,23 @@ impl Config {
 
     /// What one setting alone does not show.
     fn check_together(&self, layers: &Layers) -> Result<(), ConfigError> {
+        // New masks of an old policy would belong to neither.
+        let sync_every = self.rollout.sync_every;
+        if !self.rac.recalibrate_every.is_multiple_of(sync_every) {
+            let expected = format!("0, or a multiple of rollout.sync_every = {sync_every}");
+            return Err(layers.refuse("rac.recalibrate_every", expected));
+        }
+        let width = self.model.shape().hidden_size;
+        if self.data.is_none() && self.model.outlier_channels > width {
+            return Err(layers.refuse("model.outlier_channels", format!("at most {width}, model.hidden_size")));
+        }
         if self.data.is_some() {
+            if self.warmup.from.is_some() {
+                return Err(layers.refuse(
+                    "warmup.from",
+                    "\"\": a model that is loaded (model.folder) has no warm-up",
+                ));
+            }
             return Ok(());
         }
         if self.task.train_problems < self.learner.prompts_per_step {
@@ -178,7 +218,7 @@ impl Config {
 }
 
 /// Of the settings that fix a run's course. What is in the files that they name counts too, but in [`Problems::fingerprint`](crate::problems::Problems::fingerprint).
-fn fingerprint(layers: &Layers) -> String {
+pub fn fingerprint(layers: &Layers) -> String {
     let mut hash = Fingerprint::default();
     // Folders and files may be moved or renamed.
     let paths = [
@@ -187,6 +227,7 @@ fn fingerprint(layers: &Layers) -> String {
         "model.folder",
         "data.train",
         "data.held_out",
+        "warmup.from",
     ];
     let ignored = |key: &str| RESUMABLE.contains(&key) || paths.contains(&key);
     for (key, value) in layers.values().filter(|(key, _)| !ignored(key)) {
@@ -202,6 +243,33 @@ mod tests {
     fn load(assignments: &[&str]) -> Result<Config, ConfigError> {
         let assignments: Vec<String> = assignments.iter().map(|a| a.to_string()).collect();
         Config::load(None, &assignments)
+    }
+
+    #[test]
+    fn settings_that_a_loaded_model_does_not_have_are_noted() {
+        let load = |settings: &[&str]| {
+            let given = ["model.folder=x", "data.train=y"].iter().chain(settings);
+            Config::load(None, &given.map(|setting| setting.to_string()).collect::<Vec<_>>()).unwrap()
+        };
+        // As in the settings of a run, where all are written down.
+        assert_eq!(
+            load(&["model.hidden_size=64", "warmup.max_steps=2000"]).notes,
+            Vec::<String>::new()
+        );
+        let notes = load(&[
+            "warmup.max_steps=7",
+            "model.hidden_size=32",
+            "grpo.steps=3",
+            "task.chain_sum.weight=1",
+        ])
+        .notes;
+        assert_eq!(
+            notes,
+            [
+                "model.hidden_size, task.chain_sum.weight, warmup.max_steps: without effect, as the model is loaded from x and \
+              the problems from y"
+            ]
+        );
     }
 
     #[test]
@@ -256,6 +324,10 @@ mod tests {
                 "rollout.max_new_tokens = 4 (from --set): expected at least 5",
             ),
             (
+                "rollout.sync_every=0",
+                "rollout.sync_every = 0 (from --set): expected a whole number from 1 to",
+            ),
+            (
                 "rac.fraction=0",
                 "rac.fraction = 0.0 (from --set): expected a number, above 0, at most 1",
             ),
@@ -278,6 +350,19 @@ mod tests {
             ("model.head_dim=15", "model.head_dim = 15 (from --set): expected"),
             ("model.hidden_size=72", "model.hidden_size = 72 (from --set): expected"),
             (
+                "model.outlier_channels=65",
+                "model.outlier_channels = 65 (from --set): expected at most 64, model.hidden_size",
+            ),
+            (
+                "eval.precisions=own, bf16",
+                "eval.precisions = \"own, bf16\" (from --set): expected names out of own, trainer, high, w4a16, w4a4, \
+                 w4a4_rac, fp8, not \"bf16\"",
+            ),
+            (
+                "model.outlier_gain=0",
+                "model.outlier_gain = 0.0 (from --set): expected a number, above 0",
+            ),
+            (
                 "model.num_experts_per_tok=5",
                 "model.num_experts_per_tok = 5 (from --set): expected",
             ),
@@ -285,6 +370,38 @@ mod tests {
             let error = load(&[assignment]).expect_err(assignment).to_string();
             assert!(error.starts_with(expected), "{assignment}: {error}");
         }
+    }
+
+    #[test]
+    fn precisions_of_an_evaluation_are_a_list_of_names() {
+        use burn_nvfp4::Precision;
+        let read = |list: &str| load(&[&format!("eval.precisions={list}")]).unwrap().eval.precisions;
+        let named = |name: &str, precision| (name.to_string(), precision);
+        assert_eq!(read("own"), []);
+        assert_eq!(read(""), []);
+        let both = [named("high", Precision::High), named("trainer", Precision::W4A16)];
+        for list in ["high trainer", "own,high,trainer", "high, own,  trainer, high"] {
+            assert_eq!(read(list), both, "{list}");
+        }
+    }
+
+    #[test]
+    fn a_loaded_model_has_no_warm_up_of_another_run() {
+        let settings = ["model.folder=a", "data.train=b.jsonl", "warmup.from=runs/c"];
+        let error = load(&settings).unwrap_err().to_string();
+        let expected = "warmup.from = \"runs/c\" (from --set): expected \"\": a model that is loaded (model.folder) has no warm-up";
+        assert_eq!(error, expected);
+    }
+
+    #[test]
+    fn masks_are_remade_only_where_the_rollout_is_synced() {
+        let load = |every: usize| {
+            load(&["rollout.sync_every=2", &format!("rac.recalibrate_every={every}")]).map(|config| config.fingerprint)
+        };
+        assert!(load(0).is_ok() && load(4).is_ok());
+        let error = load(3).unwrap_err().to_string();
+        let expected = "rac.recalibrate_every = 3 (from --set): expected 0, or a multiple of rollout.sync_every = 2";
+        assert_eq!(error, expected);
     }
 
     #[test]

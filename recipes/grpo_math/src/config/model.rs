@@ -12,6 +12,10 @@ pub struct ModelConfig {
     template: QuadsMoeConfig,
     /// Multiplies the first weights of all matrices.
     pub init_gain: f64,
+    /// Outlier channels that are put behind each norm after the warm-up.
+    pub outlier_channels: usize,
+    /// What they are multiplied by.
+    pub outlier_gain: f32,
 }
 
 impl ModelConfig {
@@ -45,7 +49,12 @@ impl ModelConfig {
             layers.refuse(&key, format!("{field}: {expected}"))
         })?;
         let init_gain = positive("model.init_gain")?;
-        Ok(Self { template, init_gain })
+        Ok(Self {
+            init_gain,
+            outlier_channels: layers.count("model.outlier_channels", 0..=65_536)?,
+            outlier_gain: positive("model.outlier_gain")? as f32,
+            template,
+        })
     }
 
     const UNKNOWN_VOCABULARY: usize = 1;

@@ -4,7 +4,10 @@ use std::path::PathBuf;
 use burn_nvfp4::Precision;
 use burn_quads::grpo::{LrSchedule, OptimizerConfig};
 
-use super::{ConfigError, Layers, LearnerConfig, precision::read_precision};
+use super::{
+    ConfigError, Layers, LearnerConfig, RacConfig,
+    precision::{PRECISIONS, precision, read_precision},
+};
 use crate::backend;
 
 type Result<T> = std::result::Result<T, ConfigError>;
@@ -13,6 +16,8 @@ type Result<T> = std::result::Result<T, ConfigError>;
 pub(super) const MANY: usize = 1_000_000_000;
 /// Problems of one set: more would take hours to evaluate.
 pub(super) const MOST_PROBLEMS: usize = 1_000_000;
+/// The rollout's precision, which every evaluation has.
+pub const OWN: &str = "own";
 /// Completions of one problem.
 const MOST_SAMPLES: usize = 65_536;
 
@@ -60,6 +65,8 @@ impl RunConfig {
 /// `[warmup]`
 #[derive(Clone, Debug)]
 pub struct WarmupConfig {
+    /// The run whose warm-up is used instead, or its checkpoint after that.
+    pub from: Option<PathBuf>,
     /// Stop at this pass@1.
     pub target_accuracy: f64,
     /// Problems that it is measured on.
@@ -76,7 +83,9 @@ pub struct WarmupConfig {
 
 impl WarmupConfig {
     pub(super) fn read(layers: &Layers) -> Result<Self> {
+        let from = layers.text("warmup.from");
         Ok(Self {
+            from: (!from.is_empty()).then(|| from.into()),
             target_accuracy: layers.number("warmup.target_accuracy", "above 0, at most 1", |a| a > 0.0 && a <= 1.0)?,
             validation_problems: layers.count("warmup.validation_problems", 1..=MOST_PROBLEMS)?,
             check_every: layers.count("warmup.check_every", 1..=MANY)?,
@@ -102,6 +111,8 @@ pub struct RolloutConfig {
     pub max_new_tokens: usize,
     /// Completions decoded at once.
     pub slots: usize,
+    /// GRPO steps between two syncs; 1: every step samples the current policy.
+    pub sync_every: usize,
     /// Whether the trainer takes the rollout's experts.
     pub routing_replay: bool,
 }
@@ -113,6 +124,7 @@ impl RolloutConfig {
             temperature: layers.number("rollout.temperature", "above 0", |temperature| temperature > 0.0)?,
             max_new_tokens: layers.count("rollout.max_new_tokens", 1..=65_536)?,
             slots: layers.count("rollout.slots", 1..=65_536)?,
+            sync_every: layers.count("rollout.sync_every", 1..=MANY)?,
             routing_replay: layers.flag("rollout.routing_replay"),
         })
     }
@@ -125,6 +137,8 @@ pub struct MismatchConfig {
     pub warn_above: f64,
     /// Steps between two decompositions; 0: never.
     pub decompose_every: usize,
+    /// Steps between two measurements of every layer's activations; 0: never.
+    pub layers_every: usize,
 }
 
 impl MismatchConfig {
@@ -132,6 +146,7 @@ impl MismatchConfig {
         Ok(Self {
             warn_above: layers.number("mismatch.warn_above", "0 or more", |gap| gap >= 0.0)?,
             decompose_every: layers.count("mismatch.decompose_every", 0..=MANY)?,
+            layers_every: layers.count("mismatch.layers_every", 0..=MANY)?,
         })
     }
 }
@@ -147,6 +162,8 @@ pub struct EvalConfig {
     pub samples: usize,
     /// The k of pass@k, at most `samples`.
     pub pass_at: usize,
+    /// What else than the rollout's precision the policy is evaluated in, by the name that was asked for.
+    pub precisions: Vec<(String, Precision)>,
 }
 
 impl EvalConfig {
@@ -156,7 +173,38 @@ impl EvalConfig {
             problems: layers.count("eval.problems", 1..=MOST_PROBLEMS)?,
             samples: layers.count("eval.samples", 1..=MOST_SAMPLES)?,
             pass_at: layers.count("eval.pass_at", 1..=layers.count("eval.samples", 1..=MOST_SAMPLES)?)?,
+            precisions: Self::precisions(layers)?,
         })
+    }
+}
+
+impl EvalConfig {
+    /// The precisions of `eval.precisions` but `own`, each name once.
+    fn precisions(layers: &Layers) -> Result<Vec<(String, Precision)>> {
+        let rac = RacConfig::read(layers)?.rac;
+        let trainer = LearnerConfig::read(layers)?.precision;
+        let names = layers
+            .text("eval.precisions")
+            .split([',', ' '])
+            .filter(|name| !name.is_empty());
+        let mut precisions: Vec<(String, Precision)> = vec![];
+        for name in names.filter(|name| *name != OWN) {
+            let named = match name {
+                "trainer" => Some(trainer.clone()),
+                name => precision(name, rac),
+            };
+            let Some(named) = named else {
+                let known = PRECISIONS.join(", ");
+                return Err(layers.refuse(
+                    "eval.precisions",
+                    format!("names out of {OWN}, trainer, {known}, not {name:?}"),
+                ));
+            };
+            if precisions.iter().all(|(known, _)| known != name) {
+                precisions.push((name.into(), named));
+            }
+        }
+        Ok(precisions)
     }
 }
 

@@ -1,0 +1,551 @@
+//! What there is to do: warm-ups, gaps and arms, in the order in which they are started; what is done of it, and what
+//! each needs.
+use anyhow::{Context, Result, bail};
+use grpo_math::{
+    checkpoints::Checkpoints,
+    config::{Config, Layers},
+    metrics::Position,
+};
+use std::{collections::BTreeSet, path::PathBuf};
+
+use crate::{
+    arms::Arm,
+    files::{self, ArmFile, ChoiceFile, GapsFile, Tried},
+    gaps::of_arm,
+    layout::{Layout, arm_file},
+    series::{Series, Settings, all_settings, assignments, warmup_settings},
+    worker::{Run, Work},
+};
+
+/// One process's work.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Job {
+    /// The warm-up of a seed.
+    Warmup {
+        /// Name, shared by all series that agree in its settings.
+        name: String,
+        /// `run.seed`
+        seed: u64,
+        /// Its settings.
+        settings: Settings,
+    },
+    /// The gaps at the end of a warm-up, under the settings of a series.
+    Gaps {
+        /// The series.
+        series: Series,
+        /// `run.seed`
+        seed: u64,
+    },
+    /// One arm.
+    Arm {
+        /// The series.
+        series: Series,
+        /// `run.seed`
+        seed: u64,
+        /// The arm.
+        arm: &'static Arm,
+        /// A value that is tried for the setting that the series chooses.
+        tried: Option<String>,
+    },
+}
+
+/// How far a job is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// It is never done again.
+    Done,
+    /// It goes on from its last checkpoint.
+    Begun,
+    /// Nothing of it is there.
+    Missing,
+}
+
+/// The series that are asked for, and where they are.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Where.
+    pub layout: Layout,
+    /// What, in this order.
+    pub series: Vec<Series>,
+    /// All that are declared, for the names of warm-ups.
+    pub declared: Vec<Series>,
+    /// `run.device`
+    pub device: String,
+    /// Whether complete arms keep their checkpoints; without it only the last.
+    pub keep_checkpoints: bool,
+}
+
+/// How a value is chosen, in words.
+pub const RULE: &str = "the highest mean over the seeds of pass@1 at the end, in the arm's own precision; of equals the \
+                        first of the list";
+
+impl Plan {
+    /// All jobs, done or not.
+    pub fn jobs(&self) -> Vec<Job> {
+        let mut jobs = Vec::new();
+        let mut warmed = BTreeSet::new();
+        let mut warm = |series: &Series, seeds: &[u64], jobs: &mut Vec<Job>| {
+            let name = self.warmup_name(series);
+            for &seed in seeds {
+                if warmed.insert((name.clone(), seed)) {
+                    jobs.push(Job::Warmup {
+                        name: name.clone(),
+                        seed,
+                        settings: warmup_settings(&series.settings),
+                    });
+                }
+            }
+        };
+        for series in &self.series {
+            let Some(choice) = &series.choice else { continue };
+            if self.layout.choice(&series.name).exists() {
+                continue;
+            }
+            warm(series, &choice.seeds, &mut jobs);
+            for value in &choice.grid {
+                jobs.extend(choice.seeds.iter().map(|&seed| Job::Arm {
+                    series: series.clone(),
+                    seed,
+                    arm: choice.arm,
+                    tried: Some(value.clone()),
+                }));
+            }
+        }
+        for series in &self.series {
+            warm(series, &series.seeds, &mut jobs);
+            for &seed in &series.seeds {
+                jobs.push(Job::Gaps {
+                    series: series.clone(),
+                    seed,
+                });
+                jobs.extend(series.arms.iter().map(|arm| Job::Arm {
+                    series: series.clone(),
+                    seed,
+                    arm,
+                    tried: None,
+                }));
+            }
+        }
+        jobs
+    }
+
+    /// The first declared series with the same warm-up, whose name it has.
+    fn warmup_name(&self, series: &Series) -> String {
+        let settings = warmup_settings(&series.settings);
+        let same = |other: &&Series| warmup_settings(&other.settings) == settings;
+        let mut all = self.declared.iter().chain(&self.series);
+        all.find(same)
+            .map_or_else(|| series.name.clone(), |series| series.name.clone())
+    }
+
+    /// The setting that a series has chosen; chooses it when all that decides is there. `None` where there is nothing to
+    /// choose.
+    ///
+    /// # Errors
+    /// When a file of the choice cannot be read or written.
+    pub fn chosen(&self, series: &Series) -> Result<Option<Option<(String, String)>>> {
+        let Some(choice) = &series.choice else {
+            return Ok(Some(None));
+        };
+        let path = self.layout.choice(&series.name);
+        if let Some(file) = files::read::<ChoiceFile>(&path)? {
+            if file.key != choice.key || !choice.grid.contains(&file.chosen) {
+                bail!(
+                    "{}: {} = {} was chosen, which the declaration does not offer; use another --out",
+                    path.display(),
+                    file.key,
+                    file.chosen
+                );
+            }
+            return Ok(Some(Some((file.key, file.chosen))));
+        }
+        let mut tried = Vec::new();
+        for value in &choice.grid {
+            let mut pass_at_1 = Vec::new();
+            for &seed in &choice.seeds {
+                let run = self.layout.choice_arm(&series.name, value, seed, choice.arm);
+                let Some(arm) = files::read::<ArmFile>(&arm_file(&run))?.filter(|arm| arm.complete) else {
+                    return Ok(None);
+                };
+                pass_at_1.push(arm.run.end.own.share());
+            }
+            tried.push(Tried {
+                value: value.clone(),
+                pass_at_1,
+            });
+        }
+        let mean = |tried: &Tried| tried.pass_at_1.iter().sum::<f64>() / tried.pass_at_1.len() as f64;
+        let best = tried.iter().fold(None::<&Tried>, |best, tried| match best {
+            Some(best) if mean(best) >= mean(tried) => Some(best),
+            _ => Some(tried),
+        });
+        let chosen = best.context("a choice has values")?.value.clone();
+        let file = ChoiceFile {
+            rule: RULE.into(),
+            key: choice.key.clone(),
+            arm: choice.arm.letter.into(),
+            seeds: choice.seeds.clone(),
+            tried,
+            chosen: chosen.clone(),
+        };
+        files::write(&path, &file)?;
+        Ok(Some(Some((choice.key.clone(), chosen))))
+    }
+
+    /// Settings of a job with its seed and device, the arm's among them.
+    fn assignments(&self, job: &Job) -> Result<Vec<String>> {
+        let seed_and_device = |seed: u64| [format!("run.seed={seed}"), format!("run.device={}", self.device)];
+        Ok(match job {
+            Job::Warmup { seed, settings, .. } => {
+                let mut all = assignments(settings);
+                all.extend(seed_and_device(*seed));
+                all.extend(
+                    [
+                        "grpo.steps=0",
+                        "trainer.precision=high",
+                        "rollout.precision=high",
+                        "eval.problems=256",
+                        "checkpoint.keep=1",
+                    ]
+                    .map(String::from),
+                );
+                all
+            }
+            Job::Gaps { series, seed } => {
+                // They are measured before anything is chosen, and depend on nothing that is: any value will do, always the
+                // same.
+                let any = series.choice.as_ref().map(|choice| choice.grid[0].as_str());
+                let mut all = self.of_series(series, any)?;
+                all.extend(seed_and_device(*seed));
+                all
+            }
+            Job::Arm {
+                series,
+                seed,
+                arm,
+                tried,
+            } => {
+                let mut all = self.of_series(series, tried.as_deref())?;
+                all.extend(seed_and_device(*seed));
+                let warmup = self.layout.warmup(&self.warmup_name(series), *seed);
+                // Runs that are resumed from elsewhere must find it.
+                let warmup = std::path::absolute(&warmup).unwrap_or(warmup);
+                all.push(format!("warmup.from={:?}", warmup.display().to_string()));
+                of_arm(&all, arm)
+            }
+        })
+    }
+
+    fn of_series(&self, series: &Series, tried: Option<&str>) -> Result<Vec<String>> {
+        let mut all = series.assignments();
+        match (&series.choice, tried) {
+            (None, _) => {}
+            (Some(choice), Some(value)) => all.push(format!("{}={value}", choice.key)),
+            (Some(choice), None) => match self.chosen(series)? {
+                Some(Some((key, value))) => all.push(format!("{key}={value}")),
+                // Nothing but the arms themselves depends on it.
+                _ => all.push(format!("{}={}", choice.key, choice.grid[0])),
+            },
+        }
+        Ok(all)
+    }
+
+    /// Where the job leaves what it does.
+    pub fn path(&self, job: &Job) -> PathBuf {
+        match job {
+            Job::Warmup { name, seed, .. } => self.layout.warmup(name, *seed),
+            Job::Gaps { series, seed } => self.layout.gaps(&series.name, *seed),
+            Job::Arm {
+                series,
+                seed,
+                arm,
+                tried,
+            } => match tried {
+                Some(value) => self.layout.choice_arm(&series.name, value, *seed, arm),
+                None => self.layout.arm(&series.name, *seed, arm),
+            },
+        }
+    }
+
+    /// How far it is.
+    ///
+    /// # Errors
+    /// When its file cannot be read.
+    pub fn state(&self, job: &Job) -> Result<State> {
+        let path = self.path(job);
+        let begun = |path: &PathBuf| match path.join("config.toml").is_file() {
+            true => State::Begun,
+            false => State::Missing,
+        };
+        Ok(match job {
+            Job::Warmup { .. } => match Checkpoints::new(path.join("checkpoints")).read(Position::Grpo(0)) {
+                Ok(_) => State::Done,
+                Err(_) => begun(&path),
+            },
+            Job::Gaps { .. } => match files::read::<GapsFile>(&path)? {
+                Some(_) => State::Done,
+                None => State::Missing,
+            },
+            Job::Arm { .. } => match files::read::<ArmFile>(&arm_file(&path))? {
+                Some(arm) if arm.complete => State::Done,
+                _ => begun(&path),
+            },
+        })
+    }
+
+    /// Whether all that it needs is there.
+    ///
+    /// # Errors
+    /// When a file of a choice cannot be read or written.
+    pub fn is_ready(&self, job: &Job) -> Result<bool> {
+        let warm = |series: &Series, seed: u64| {
+            let warmup = self.layout.warmup(&self.warmup_name(series), seed);
+            Checkpoints::new(warmup.join("checkpoints"))
+                .path(Position::Grpo(0))
+                .is_dir()
+        };
+        Ok(match job {
+            Job::Warmup { .. } => true,
+            Job::Gaps { series, seed } => warm(series, *seed),
+            Job::Arm {
+                series, seed, tried, ..
+            } => warm(series, *seed) && (tried.is_some() || self.chosen(series)?.is_some()),
+        })
+    }
+
+    /// What a process is told; `given_up` says why an arm will take no more steps.
+    ///
+    /// # Errors
+    /// When a file of a choice cannot be read or written.
+    pub fn work(&self, job: &Job, given_up: Option<&str>) -> Result<Work> {
+        let assignments = self.assignments(job)?;
+        let path = self.path(job);
+        Ok(match job {
+            Job::Warmup { .. } => Work::Warmup {
+                run: Run {
+                    folder: path,
+                    assignments,
+                },
+            },
+            Job::Gaps { series, seed } => Work::Gaps {
+                warmup: self.layout.warmup(&self.warmup_name(series), *seed),
+                name: self.warmup_name(series),
+                assignments,
+                completions: series.gap_completions,
+                to: path,
+            },
+            Job::Arm { series, arm, .. } => Work::Arm {
+                run: Run {
+                    folder: path,
+                    assignments,
+                },
+                letter: arm.letter.into(),
+                final_problems: series.final_problems,
+                given_up: given_up.map(String::from),
+                keep_checkpoints: self.keep_checkpoints,
+            },
+        })
+    }
+
+    /// Refuses to go on with what was made with other settings.
+    ///
+    /// # Errors
+    /// The settings that differ, by name.
+    pub fn check_settings(&self, job: &Job) -> Result<()> {
+        let path = self.path(job);
+        let made = match job {
+            Job::Warmup { .. } => None,
+            Job::Gaps { .. } => files::read::<GapsFile>(&path)?.map(|file| file.settings),
+            Job::Arm { .. } => files::read::<ArmFile>(&arm_file(&path))?.map(|file| file.settings),
+        };
+        let file = path.join("config.toml");
+        let made = match made {
+            Some(made) => made,
+            None if file.is_file() => {
+                let mut layers = Layers::defaults();
+                layers.lay_file(&file)?;
+                let values = layers.values().map(|(key, value)| (key.to_string(), value.to_string()));
+                values.collect()
+            }
+            None => return Ok(()),
+        };
+        let asked = all_settings(&self.assignments(job)?)?;
+        let differing: Vec<_> = asked
+            .iter()
+            .filter(|(key, value)| made.get(*key) != Some(value))
+            .map(|(key, value)| {
+                let before = made.get(key).map_or("not a setting", |value| value);
+                format!("{key} was {before}, and is {value}")
+            })
+            .collect();
+        if !differing.is_empty() {
+            bail!(
+                "{} was made with other settings: {}. Undo the change, or use another --out",
+                path.display(),
+                differing.join("; ")
+            );
+        }
+        Ok(())
+    }
+
+    /// What it costs, in steps of an arm; a guess that only the time left is made of.
+    pub fn weight(&self, job: &Job) -> f64 {
+        match job {
+            Job::Warmup { .. } => 80.0,
+            Job::Gaps { .. } => 20.0,
+            Job::Arm { series, .. } => series.steps() as f64 + 10.0,
+        }
+    }
+}
+
+impl Job {
+    /// What it is called on the way.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Warmup { name, seed, .. } => format!("warm-up {name}, seed {seed}"),
+            Self::Gaps { series, seed } => format!("gaps of {}, seed {seed}", series.name),
+            Self::Arm {
+                series,
+                seed,
+                arm,
+                tried,
+            } => match (tried, &series.choice) {
+                (Some(value), Some(choice)) => {
+                    format!(
+                        "{}, {} = {value}, seed {seed}, arm {}",
+                        series.name, choice.key, arm.letter
+                    )
+                }
+                _ => format!("{}, seed {seed}, arm {}", series.name, arm.letter),
+            },
+        }
+    }
+
+    /// Whether it is an arm of the table.
+    pub fn is_arm(&self) -> bool {
+        matches!(self, Self::Arm { .. })
+    }
+}
+
+/// Whether `grpo_math` was built for a device.
+///
+/// # Errors
+/// It was not; says how to build it.
+pub fn check_device(device: &str) -> Result<()> {
+    Config::load(None, &[format!("run.device={device}")])?;
+    grpo_math::backend::find_device()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        results::{Answers, ArmRun, Curve, Evaluation},
+        series::{DECLARED, Declaration},
+    };
+
+    fn plan(test: &str) -> Plan {
+        let out = std::env::temp_dir().join(format!("quads_ablation_{}_{test}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&out);
+        let declared = Declaration::read(DECLARED, false).unwrap();
+        Plan {
+            layout: Layout::new(out),
+            series: declared.select(&["hard".into()]).unwrap(),
+            declared: declared.series,
+            device: grpo_math::backend::DEVICE.into(),
+            keep_checkpoints: false,
+        }
+    }
+
+    fn finished(right: usize) -> ArmFile {
+        let answers = Answers((0..100).map(|problem| problem < right).collect());
+        let evaluation = Evaluation {
+            own: answers.clone(),
+            trainer: answers.clone(),
+            high: answers.clone(),
+            w4a4: answers,
+        };
+        ArmFile {
+            complete: true,
+            settings: Settings::new(),
+            warmup_steps: 1,
+            processor: None,
+            run: ArmRun {
+                arm: "A".into(),
+                start: evaluation.clone(),
+                end: evaluation,
+                steps: 1,
+                stopped: None,
+                skipped_updates: 0,
+                collapse: None,
+                curve: Curve::default(),
+                layers: vec![],
+                wall_s: 0.0,
+            },
+        }
+    }
+
+    #[test]
+    fn the_learning_rate_is_chosen_by_one_arm_before_the_others_run() {
+        let plan = plan("choice");
+        let hard = &plan.series[0];
+        let choice = hard.choice.clone().unwrap();
+        let jobs = plan.jobs();
+        let tries = choice.grid.len() * choice.seeds.len();
+        let tried = |job: &&Job| matches!(job, Job::Arm { tried: Some(_), .. });
+        assert_eq!(jobs.iter().filter(tried).count(), tries);
+        let is = |wanted: &str| jobs.iter().find(|job| job.name() == wanted).unwrap();
+        let (arm, gaps) = (is("hard, seed 1, arm B"), is("gaps of hard, seed 1"));
+        // Warm-ups are there; only the choice is not.
+        for seed in hard.seeds.iter().chain(&choice.seeds) {
+            let warm = plan.layout.warmup("hard", *seed).join("checkpoints/step_0000");
+            std::fs::create_dir_all(warm).unwrap();
+        }
+        let measured = plan.work(gaps, None).unwrap();
+
+        // Means of 0.40, 0.60, 0.60 and 0.10: of the two best the first.
+        let rights = [[30, 50], [80, 40], [60, 60], [10, 10]];
+        for (index, (value, rights)) in choice.grid.iter().zip(rights).enumerate() {
+            for (seed, right) in choice.seeds.iter().zip(rights) {
+                assert_eq!(plan.chosen(hard).unwrap(), None, "{index} of {tries}");
+                assert!(!plan.is_ready(arm).unwrap() && plan.is_ready(gaps).unwrap());
+                let run = plan.layout.choice_arm("hard", value, *seed, choice.arm);
+                files::write(&arm_file(&run), &finished(right)).unwrap();
+            }
+        }
+        assert!(plan.is_ready(arm).unwrap());
+        let chosen = choice.grid[1].clone();
+        assert_eq!(
+            plan.chosen(hard).unwrap(),
+            Some(Some((choice.key.clone(), chosen.clone())))
+        );
+        let file: ChoiceFile = files::read(&plan.layout.choice("hard")).unwrap().unwrap();
+        assert_eq!(
+            (file.chosen, file.tried[1].pass_at_1.clone()),
+            (chosen.clone(), vec![0.8, 0.4])
+        );
+        let Work::Arm { run, .. } = plan.work(arm, None).unwrap() else {
+            panic!("an arm's work");
+        };
+        assert!(run.assignments.contains(&format!("{}={chosen}", choice.key)));
+        // What was measured before the choice stays as it is, and nothing is tried again.
+        assert_eq!(plan.work(gaps, None).unwrap(), measured);
+        assert_eq!(plan.jobs().iter().filter(tried).count(), 0);
+        std::fs::remove_dir_all(plan.layout.out()).unwrap();
+    }
+
+    #[test]
+    fn series_that_agree_share_their_warm_ups() {
+        let mut plan = plan("warmups");
+        plan.series = plan.declared.clone();
+        let jobs = plan.jobs();
+        let names: BTreeSet<_> = jobs
+            .iter()
+            .filter_map(|job| match job {
+                Job::Warmup { name, .. } => Some(name.as_str()),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(names, BTreeSet::from(["calm", "hard", "scaling-128", "scaling-256"]));
+    }
+}

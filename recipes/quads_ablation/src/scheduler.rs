@@ -1,0 +1,292 @@
+//! Runs the jobs of a plan as processes of this very program, several at once.
+use anyhow::{Context, Result};
+use grpo_math::{console, interrupt::Interrupt, results::duration};
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{IsTerminal, Write},
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    layout::log_file,
+    plan::{Job, Plan, State},
+};
+
+/// Between two looks at the processes.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// How many processes, and how wide.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Width {
+    /// Processes at once.
+    pub jobs: usize,
+    /// Threads of each.
+    pub threads: usize,
+}
+
+/// What became of a plan.
+#[derive(Debug, Default)]
+pub struct Report {
+    /// Jobs that did not end well, with the reason.
+    pub failed: Vec<(String, String)>,
+    /// Somebody asked to stop; everything is saved.
+    pub interrupted: bool,
+}
+
+/// Does all jobs of a plan that are not done yet.
+///
+/// # Errors
+/// When something was made with other settings, before anything is started; when no process can be started.
+pub fn run(plan: &Plan, width: Width, interrupt: &Interrupt) -> Result<Report> {
+    let mut waiting = Vec::new();
+    let jobs = plan.jobs();
+    let (all, mut done) = (jobs.len(), 0);
+    for job in jobs {
+        plan.check_settings(&job)?;
+        match plan.state(&job)? {
+            State::Done => done += 1,
+            _ => waiting.push((job, None)),
+        }
+    }
+    let left = waiting.iter().map(|(job, _)| plan.weight(job)).sum();
+    let mut scheduler = Scheduler {
+        plan,
+        width,
+        waiting,
+        running: Vec::new(),
+        report: Report::default(),
+        line: Line::new(all, done, left, width.jobs),
+    };
+    scheduler.line.show(0, "");
+    let mut forwarded = false;
+    loop {
+        scheduler.reap()?;
+        if interrupt.is_requested() {
+            if !forwarded {
+                // A signal from the keyboard has reached them already, and one wish is enough for each.
+                scheduler.running.iter().for_each(|running| terminate(&running.child));
+                forwarded = true;
+            }
+            scheduler.report.interrupted = true;
+        } else {
+            scheduler.start()?;
+        }
+        if scheduler.running.is_empty() {
+            break;
+        }
+        sleep(LOOK_EVERY);
+    }
+    if !scheduler.report.interrupted {
+        // What they need is not there, because it failed.
+        for (job, _) in &scheduler.waiting {
+            let needs = "what it starts from is not there".to_string();
+            scheduler.report.failed.push((job.name(), needs));
+        }
+    }
+    scheduler.line.end();
+    Ok(scheduler.report)
+}
+
+struct Scheduler<'a> {
+    plan: &'a Plan,
+    width: Width,
+    /// Jobs with the reason for which an arm is given up, if it is.
+    waiting: Vec<(Job, Option<String>)>,
+    running: Vec<Running>,
+    report: Report,
+    line: Line,
+}
+
+struct Running {
+    job: Job,
+    given_up: Option<String>,
+    child: Child,
+    log: PathBuf,
+    started: Instant,
+}
+
+impl Scheduler<'_> {
+    /// Takes in what has ended.
+    fn reap(&mut self) -> Result<()> {
+        let mut index = 0;
+        while index < self.running.len() {
+            let status = self.running[index].child.try_wait();
+            let Some(status) = status.context("cannot wait for a process")? else {
+                index += 1;
+                continue;
+            };
+            let ended = self.running.swap_remove(index);
+            self.ended(ended, status);
+        }
+        Ok(())
+    }
+
+    fn ended(&mut self, ended: Running, status: ExitStatus) {
+        let name = ended.job.name();
+        let took = duration(ended.started.elapsed().as_secs_f64());
+        if status.success() {
+            let given_up = ended
+                .given_up
+                .as_ref()
+                .map(|reason| format!("{name} stopped: {reason}"));
+            self.line.done(self.plan.weight(&ended.job));
+            let said = given_up.unwrap_or_else(|| format!("{name}: {took}"));
+            self.line.show(self.running.len(), &said);
+            return;
+        }
+        if status.code() == Some(i32::from(grpo_math::interrupt::EXIT_CODE)) {
+            return;
+        }
+        let reason = format!("{} ({})", reason(status, &ended.log), ended.log.display());
+        match ended.given_up {
+            // An arm without steps has nothing to be judged by.
+            None if ended.job.is_arm() && self.plan.state(&ended.job).is_ok_and(|state| state == State::Begun) => {
+                self.line.show(self.running.len(), &format!("{name} failed: {reason}"));
+                self.report.failed.push((name, reason.clone()));
+                self.waiting.insert(0, (ended.job, Some(reason)));
+            }
+            _ => {
+                self.line.show(self.running.len(), &format!("{name} failed: {reason}"));
+                self.report.failed.push((name, reason));
+            }
+        }
+    }
+
+    /// Starts what is ready, as far as there is room.
+    fn start(&mut self) -> Result<()> {
+        let mut index = 0;
+        while index < self.waiting.len() && self.running.len() < self.width.jobs {
+            if !self.plan.is_ready(&self.waiting[index].0)? {
+                index += 1;
+                continue;
+            }
+            let (job, given_up) = self.waiting.remove(index);
+            let running = self.spawn(job, given_up)?;
+            self.running.push(running);
+        }
+        Ok(())
+    }
+
+    fn spawn(&self, job: Job, given_up: Option<String>) -> Result<Running> {
+        let log = log_file(&self.plan.path(&job));
+        let work = self.plan.work(&job, given_up.as_deref())?;
+        let program = std::env::current_exe().context("cannot find this program's own file")?;
+        let mut command = Command::new(program);
+        command
+            .arg("work")
+            .arg(serde_json::to_string(&work)?)
+            .env("RAYON_NUM_THREADS", self.width.threads.to_string())
+            .stdin(Stdio::null())
+            .stdout(open_log(&log)?)
+            .stderr(open_log(&log)?);
+        Ok(Running {
+            child: command
+                .spawn()
+                .with_context(|| format!("cannot start {}", job.name()))?,
+            job,
+            given_up,
+            log,
+            started: Instant::now(),
+        })
+    }
+}
+
+fn open_log(path: &Path) -> Result<File> {
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder).with_context(|| format!("cannot make the folder {}", folder.display()))?;
+    }
+    let file = OpenOptions::new().create(true).append(true).open(path);
+    file.with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Why a process ended: what it said last, or how the system ended it.
+fn reason(status: ExitStatus, log: &Path) -> String {
+    let text = fs::read_to_string(log).unwrap_or_default();
+    let said = text.lines().rev().take(5).find_map(|line| line.strip_prefix("error: "));
+    match (status.code(), said) {
+        (Some(_), Some(said)) => said.to_string(),
+        _ => status.to_string(),
+    }
+}
+
+/// Asks a process to save and stop.
+#[cfg(unix)]
+fn terminate(child: &Child) {
+    use nix::{
+        sys::signal::{Signal, kill},
+        unistd::Pid,
+    };
+    if let Ok(id) = i32::try_from(child.id()) {
+        let _ = kill(Pid::from_raw(id), Signal::SIGTERM);
+    }
+}
+
+#[cfg(not(unix))]
+fn terminate(_: &Child) {}
+
+/// One line that tells how far the jobs are: rewritten on a terminal, a line a job elsewhere.
+struct Line {
+    terminal: bool,
+    all: usize,
+    done: usize,
+    /// In steps of an arm.
+    left: f64,
+    worked: f64,
+    jobs: usize,
+    started: Instant,
+}
+
+impl Line {
+    fn new(all: usize, done: usize, left: f64, jobs: usize) -> Self {
+        Self {
+            terminal: std::io::stderr().is_terminal(),
+            all,
+            done,
+            left,
+            worked: 0.0,
+            jobs,
+            started: Instant::now(),
+        }
+    }
+
+    fn done(&mut self, weight: f64) {
+        self.done += 1;
+        self.left -= weight;
+        self.worked += weight;
+    }
+
+    /// Shows the line; what has just happened stays above it.
+    fn show(&self, running: usize, happened: &str) {
+        let left = self.all - self.done;
+        let time = match self.worked > 0.0 && left > 0 {
+            true => {
+                let seconds = self.started.elapsed().as_secs_f64() * self.left / self.worked;
+                format!(", about {} left", duration(seconds))
+            }
+            false => String::new(),
+        };
+        let waiting = left.saturating_sub(running);
+        let line = format!(
+            "{} of {} done, {running} of {} running, {waiting} waiting{time}",
+            self.done, self.all, self.jobs
+        );
+        let mut to = std::io::stderr().lock();
+        // A reader that has gone away ends nothing.
+        let _ = match (self.terminal, happened) {
+            (true, "") => write!(to, "\r\x1b[2K{line}"),
+            (true, happened) => write!(to, "\r\x1b[2K{happened}\n{line}"),
+            (false, "") => writeln!(to, "{line}"),
+            (false, happened) => writeln!(to, "{happened} ({line})"),
+        };
+        let _ = to.flush();
+    }
+
+    fn end(&self) {
+        if self.terminal {
+            console::err("");
+        }
+    }
+}

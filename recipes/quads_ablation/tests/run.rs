@@ -1,0 +1,257 @@
+//! The program from outside, on a tiny model: what it leaves, what it refuses, and that nothing that happens to its
+//! processes changes a number.
+mod tiny;
+
+use quads_ablation::{checks::checks, files, files::ArmFile, results::Results};
+use std::{fs, process::Stdio};
+use tiny::{fail, folder, lines, program, results, send, succeed, text, tiny, wait_for, worker};
+
+#[test]
+fn a_run_leaves_results_and_is_never_repeated() {
+    let out = folder("whole");
+    succeed(&mut tiny(&out, &["--arms", "A,B,E"]));
+    let results = results(&out);
+    assert_eq!(results.series.len(), 1);
+    let seed = &results.series[0].seeds[0];
+    assert_eq!(seed.gaps.len(), 11, "gaps are measured for every arm");
+    assert_eq!(
+        seed.arms.iter().map(|arm| arm.arm.as_str()).collect::<Vec<_>>(),
+        ["A", "B", "E"]
+    );
+    for arm in &seed.arms {
+        assert_eq!((arm.steps, &arm.stopped), (8, &None), "{}", arm.arm);
+        assert_eq!(arm.curve.step, (0..=8).collect::<Vec<_>>());
+        assert_eq!(arm.start.own.0.len(), 256);
+        assert!(!arm.layers.is_empty(), "{}", arm.arm);
+        let evaluated = arm.curve.points("eval/pass@1").count();
+        assert_eq!(evaluated, 5, "{}", arm.arm);
+        for precision in ["trainer", "high"] {
+            let name = format!("eval/{precision}/pass@1");
+            assert_eq!(arm.curve.points(&name).count(), evaluated, "{}", arm.arm);
+        }
+        assert!(
+            arm.curve.points("actor/grad_norm").any(|(_, norm)| norm > 0.0),
+            "it learns something"
+        );
+    }
+    let start = |arm: usize| &seed.arms[arm].start.high;
+    assert!(
+        start(0) == start(1) && start(1) == start(2),
+        "all start from one policy"
+    );
+    for file in [
+        "report.html",
+        "warmups/quick/seed_1/config.toml",
+        "quick/seed_1/A/metrics.jsonl",
+        "quick/seed_1/A.log",
+    ] {
+        assert!(out.join(file).is_file(), "{file}");
+    }
+    assert!(!out.join("quick/seed_1/A/checkpoints/step_0000").exists());
+    assert!(out.join("quick/seed_1/A/checkpoints/step_0008").is_dir());
+
+    // Run folders are ordinary ones, and the small files are all that results are made of.
+    let before = fs::read(out.join("results.json")).unwrap();
+    for run in ["A", "B", "E"] {
+        let run = out.join("quick/seed_1").join(run);
+        let arm = fs::read(run.join("arm.json")).unwrap();
+        fs::remove_dir_all(&run).unwrap();
+        fs::create_dir(&run).unwrap();
+        fs::write(run.join("arm.json"), arm).unwrap();
+    }
+    fs::remove_file(out.join("results.json")).unwrap();
+    let said = text(&succeed(program().args(["report", "--quick", "--out"]).arg(&out)));
+    assert!(said.contains("results.json") && said.contains("report.html"), "{said}");
+    assert_eq!(fs::read(out.join("results.json")).unwrap(), before);
+    let said = text(&succeed(&mut tiny(&out, &["--arms", "A,B,E"])));
+    assert!(said.contains("5 of 5 done") && !said.contains("arm A:"), "{said}");
+    let said = text(&succeed(&mut tiny(&out, &["--arms", "A,C", "--dry-run"])));
+    assert!(said.starts_with("1 to run, 3 done\n  quick, seed 1, arm C"), "{said}");
+}
+
+#[test]
+fn what_was_made_with_other_settings_is_refused_by_name() {
+    let out = folder("changed");
+    succeed(&mut tiny(&out, &["--arms", "A"]));
+    let said = fail(
+        &mut tiny(&out, &["--arms", "A", "--set", "trainer.learning_rate=2e-3"]),
+        1,
+    );
+    assert!(
+        said.contains("was made with other settings: trainer.learning_rate was 0.001, and is 0.002. Undo the change"),
+        "{said}"
+    );
+    let said = fail(&mut tiny(&out, &["--arms", "B", "--set", "warmup.batch_size=8"]), 1);
+    assert!(
+        said.contains("warmups/quick/seed_1 was made with other settings: warmup.batch_size was 16, and is 8"),
+        "{said}"
+    );
+    assert!(!out.join("quick/seed_1/B").exists(), "refused before anything is run");
+}
+
+#[test]
+fn impossible_options_are_refused_before_anything_is_made() {
+    let out = folder("refused").join("none");
+    for (options, code, expected) in [
+        (&["--series", "calmer"][..], 1, "--series calmer: expected one of quick"),
+        (&["--arms", "A,Z"], 1, "arm Z: expected one of A, B, C"),
+        (
+            &["--seeds", "0"],
+            2,
+            "0: expected a number of seeds, a range (1-5) or a list (2,4)",
+        ),
+        (&["--seeds", "2,2"], 1, "each is to be given once"),
+        (&["--jobs", "0"], 2, "0 is not in 1.."),
+        (&["--set", "grpo.stepz=3"], 1, "unknown setting grpo.stepz"),
+        (
+            &["--set", "trainer.precision=fp8"],
+            1,
+            "trainer.precision is what the arms differ in",
+        ),
+        (&["--set", "run.seed=8"], 1, "run.seed follows from seed, arm and --out"),
+        (
+            &["--set", "grpo.steps"],
+            1,
+            "--set grpo.steps: expected section.key=value",
+        ),
+        (
+            &["--set", "grpo.minibatches=7"],
+            1,
+            "grpo.minibatches = 7 (from --set): expected a divisor",
+        ),
+        (&["--device", "tpu"], 1, "run.device = \"tpu\" (from --set): expected"),
+    ] {
+        let said = fail(program().args(["--quick", "--out"]).arg(&out).args(options), code);
+        assert!(said.contains(expected), "{options:?}: {said}\nwithout {expected}");
+    }
+    let said = fail(program().args(["report", "--out"]).arg(&out), 1);
+    assert!(said.contains("no arm and no warm-up has left anything there"), "{said}");
+    assert!(!out.exists());
+}
+
+#[test]
+fn a_list_shows_the_whole_declaration() {
+    let said = text(&succeed(program().arg("--list")));
+    for text in [
+        "E+  trainer w4a16",
+        "calm:",
+        "stress:",
+        "trainer.learning_rate is chosen from",
+        "70 %",
+    ] {
+        assert!(said.contains(text), "{text}: {said}");
+    }
+}
+
+/// Starts the arms A and E, and waits until A has taken some steps.
+#[cfg(target_os = "linux")]
+fn begin(out: &std::path::Path) -> std::process::Child {
+    let child = tiny(out, &["--arms", "A,E", "--jobs", "1"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let run = out.join("quick/seed_1/A");
+    wait_for("steps of arm A", || lines(&run) >= 5);
+    child
+}
+
+#[cfg(target_os = "linux")]
+fn undisturbed() -> Results {
+    let out = folder("undisturbed");
+    succeed(&mut tiny(&out, &["--arms", "A,E"]));
+    results(&out)
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn interruptions_and_crashes_change_no_number() {
+    let whole = undisturbed();
+    let again = |out: &std::path::Path| {
+        succeed(&mut tiny(out, &["--arms", "A,E"]));
+        assert_eq!(results(out), whole);
+    };
+
+    // A worker that is killed is recorded, the others are run.
+    let out = folder("killed_worker");
+    let mut child = begin(&out);
+    let run = out.join("quick/seed_1/A");
+    if let Some(worker) = worker(&child, &run) {
+        send(worker, "KILL");
+        assert_eq!(child.wait().unwrap().code(), Some(1));
+        let file: ArmFile = files::read(&run.join("arm.json")).unwrap().unwrap();
+        assert!(!file.complete);
+        let seed = &results(&out).series[0].seeds[0];
+        let stopped = seed.arms[0].stopped.as_deref().unwrap();
+        assert!(stopped.contains("signal: 9") && stopped.contains("A.log"), "{stopped}");
+        assert_eq!((seed.arms[1].arm.as_str(), &seed.arms[1].stopped), ("E", &None));
+    } else {
+        // It was done before it could be killed.
+        child.wait().unwrap();
+    }
+    again(&out);
+
+    // Ctrl-C, as kill sends it: to the one process. What goes on elsewhere needs no more than the last checkpoint.
+    let out = folder("interrupted");
+    let mut child = begin(&out);
+    send(child.id(), "INT");
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    let moved = folder("moved").join("elsewhere");
+    fs::rename(&out, &moved).unwrap();
+    let first = moved.join("quick/seed_1/A/checkpoints/step_0000");
+    if first.exists() {
+        fs::remove_dir_all(first).unwrap();
+    }
+    again(&moved);
+
+    // All of it is gone at once: the workers notice.
+    let out = folder("killed");
+    let mut child = begin(&out);
+    let worker = worker(&child, &out.join("quick/seed_1/A"));
+    send(child.id(), "KILL");
+    child.wait().unwrap();
+    if let Some(worker) = worker {
+        let status = format!("/proc/{worker}/status");
+        wait_for("the worker to end", || !std::path::Path::new(&status).exists());
+    }
+    again(&out);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_warm_up_that_fails_takes_its_arms_with_it_and_nothing_else() {
+    let out = folder("failed_warmup");
+    // A file where the folder of a warm-up should be.
+    fs::create_dir_all(out.join("warmups/quick")).unwrap();
+    fs::write(out.join("warmups/quick/seed_1"), "").unwrap();
+    let said = fail(&mut tiny(&out, &["--arms", "A", "--seeds", "1,2"]), 1);
+    assert!(said.contains("failed: warm-up quick, seed 1: "), "{said}");
+    assert!(
+        said.contains("failed: quick, seed 1, arm A: what it starts from is not there"),
+        "{said}"
+    );
+    let results = results(&out);
+    let seeds: Vec<_> = results.series[0].seeds.iter().map(|seed| seed.seed).collect();
+    assert_eq!(seeds, [2]);
+}
+
+/// On the real model: what must hold of the gaps at the end of its warm-up.
+#[test]
+fn the_gaps_of_the_quick_run_are_in_order() {
+    let out = folder("gaps");
+    succeed(
+        program()
+            .args(["--quick", "--arms", "A", "--set", "grpo.steps=1", "--out"])
+            .arg(&out),
+    );
+    let results = results(&out);
+    let checks = checks(&results.series[0]).unwrap();
+    let of_gaps: Vec<_> = checks
+        .iter()
+        .filter(|check| !check.says.starts_with("the aim"))
+        .collect();
+    assert_eq!(of_gaps.len(), 6);
+    for check in of_gaps {
+        assert_eq!(check.holds(), Some(true), "{}: {}", check.says, check.numbers());
+    }
+}
