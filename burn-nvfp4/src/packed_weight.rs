@@ -4,6 +4,8 @@ use burn_backend::{
     tensor::{Device, FloatTensor, IntTensor},
 };
 use kernels_cubecl::{Activation, BLOCK, Compensation, Fp8View, Nvfp4View, OuterScale, WeightView};
+#[cfg(feature = "cubecl")]
+use std::{any::Any, sync::OnceLock};
 use std::{borrow::Cow, fmt, sync::Arc};
 
 use crate::{Nvfp4Backend, PackError, WeightFormat};
@@ -22,6 +24,8 @@ pub struct PackedWeight<B: Backend> {
     transposed: bool,
     /// The float type the tensor stands for.
     dtype: FloatDType,
+    #[cfg(feature = "cubecl")]
+    kept: Kept,
 }
 
 /// What an NVFP4 outer scale does to a block scale: makers of checkpoints differ, and so do the roundings.
@@ -98,6 +102,8 @@ impl<B: Nvfp4Backend> PackedWeight<B> {
             rank,
             transposed: false,
             dtype: FloatDType::F32,
+            #[cfg(feature = "cubecl")]
+            kept: Kept::default(),
         }
     }
     /// The tensors.
@@ -201,6 +207,8 @@ impl<B: Nvfp4Backend> PackedWeight<B> {
         };
         Self {
             storage: Arc::new(storage),
+            #[cfg(feature = "cubecl")]
+            kept: Kept::default(),
             ..self
         }
     }
@@ -228,6 +236,8 @@ impl<B: Nvfp4Backend> PackedWeight<B> {
         };
         Ok(Self {
             storage: Arc::new(storage),
+            #[cfg(feature = "cubecl")]
+            kept: Kept::default(),
             ..self
         })
     }
@@ -245,7 +255,13 @@ impl<B: Nvfp4Backend> PackedWeight<B> {
             rank: self.rank,
             transposed: self.transposed,
             dtype: self.dtype,
+            kept: self.kept.clone(),
         }
+    }
+    /// What the backend keeps of it, shared by all views.
+    #[cfg(feature = "cubecl")]
+    pub(crate) fn kept(&self) -> &Kept {
+        &self.kept
     }
     pub(crate) fn with_dtype(self, dtype: FloatDType) -> Self {
         Self { dtype, ..self }
@@ -366,6 +382,31 @@ impl<B: Nvfp4Backend> PackedWeight<B> {
     }
 }
 
+/// What a backend makes of a weight at its first product and keeps beside it: the operands of its kernels, a residual mask
+/// in the device's memory among them.
+#[cfg(feature = "cubecl")]
+#[derive(Clone, Default)]
+pub(crate) struct Kept(Arc<OnceLock<Box<dyn Any + Send + Sync>>>);
+
+#[cfg(feature = "cubecl")]
+impl Kept {
+    /// What was made before, or is made now.
+    ///
+    /// # Panics
+    /// If something of another type was made: a weight has one backend.
+    pub(crate) fn get_or_make<T: Send + Sync + 'static>(&self, make: impl FnOnce() -> T) -> &T {
+        let kept = self.0.get_or_init(|| Box::new(make()));
+        kept.downcast_ref().expect("one backend makes one type")
+    }
+}
+
+#[cfg(feature = "cubecl")]
+impl fmt::Debug for Kept {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.get().is_some() { "Kept(..)" } else { "Kept" })
+    }
+}
+
 /// A packed weight without its tensors, to be made again with those of another backend.
 #[cfg(feature = "cubecl")]
 #[derive(Clone, Debug)]
@@ -379,6 +420,7 @@ pub(crate) struct Frame {
     rank: usize,
     transposed: bool,
     dtype: FloatDType,
+    kept: Kept,
 }
 
 #[cfg(feature = "cubecl")]
@@ -404,6 +446,7 @@ impl Frame {
         PackedWeight {
             transposed: self.transposed,
             dtype: self.dtype,
+            kept: self.kept,
             ..PackedWeight::new(storage, self.rank)
         }
     }

@@ -7,16 +7,18 @@ use burn_backend::{
 use burn_cubecl::{
     BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement, kernel::into_contiguous, tensor::CubeTensor,
 };
+use cubecl::prelude::ComputeClient;
 use kernels_cubecl::{
     Activation, WeightLayout, device,
     device::{
-        Amax, DecodeOptions, Fp8Axis, Fp8Codes, MatmulOptions, Matrix, MatrixStack, Residual, Routing, WeightCheck,
+        Amax, DecodeOptions, Element, Fp8Axis, Fp8Codes, MatmulOptions, Matrix, MatrixStack, Residual, Routing,
+        WeightCheck,
     },
 };
 
 use super::{
     pinned_route,
-    tensors::{cast, counts as counts_of, dense_f32, divides_exactly, from_device, matrix, rows, tensor, to_device},
+    tensors::{cast, counts as counts_of, dense_f32, element, from_device, matrix, packer, rows, tensor, to_device},
 };
 use crate::{
     Nvfp4Backend, OuterScaleConvention, PackError, PackedWeight, WeightFormat, host_route,
@@ -33,7 +35,7 @@ where
     const ROW_STEP: usize = device::K_STEP;
 
     fn packs_on_device(device: &R::CubeDevice) -> bool {
-        divides_exactly::<R>(&R::client(device), device)
+        packer::<R>(&R::client(device), device).is_on_device()
     }
 
     fn pack_weight(
@@ -43,7 +45,7 @@ where
     ) -> Result<PackedWeight<Self>, PackError> {
         let shape = weight.shape();
         weight_dims(&shape, format)?;
-        if format != WeightFormat::Nvfp4 || !divides_exactly(&weight.client, &weight.device) {
+        if format != WeightFormat::Nvfp4 || !packer(&weight.client, &weight.device).is_on_device() {
             return host_route::pack_weight::<Self>(weight, format, amax);
         }
         let (packed, check) = pack::<R, F, I, BT>(&weight, amax.clone())?;
@@ -85,21 +87,12 @@ where
         if shape.num_elements() == 0 {
             return nothing::<Self>(shape, &x.device, dtype);
         }
-        let flat = Shape::from([shape.num_elements() / weight.d_out(), weight.d_out()]);
-        let y = match is_packed_product(weight) {
-            true => {
-                let client = x.client.clone();
-                let x = quantize::<R, F, I, BT>(x, weight.activation());
-                let options = options();
-                let y = device::matmul(&client, &x, &multiplying(weight), options);
-                let y = y.unwrap_or_else(|error| panic!("linear: packed weight {}: {error}", weight.shape()));
-                tensor(&weight.storage().codes, y.handle, flat, DType::F32)
-            }
-            false => {
-                let x = rounded_rows::<R, F, I, BT>(x, weight.activation());
-                Self::float_matmul(x, tensor_2d(&weight.storage().codes, decode(weight)))
-            }
-        };
+        if is_packed_product(weight) {
+            let y = packed_product::<R, F, I, BT>(x, weight, bias);
+            return Self::float_reshape(cast::<Self>(y, dtype), shape);
+        }
+        let x = rounded_rows::<R, F, I, BT>(x, weight.activation());
+        let y = Self::float_matmul(x, tensor_2d(&weight.storage().codes, decode(weight)));
         let y = match bias {
             Some(bias) => {
                 let bias = cast::<Self>(bias, FloatDType::F32);
@@ -133,8 +126,10 @@ where
                     tokens: shape[0],
                     gather: None,
                 };
-                let x = quantize::<R, F, I, BT>(x, weight.activation());
-                device::grouped_matmul(&client, &x, &multiplying(weight), &routing, options())
+                let operands = operands(weight);
+                let x = quantize::<R, F, I, BT>(x, &operands.residual);
+                let options = options(output(&like, false));
+                device::grouped_matmul(&client, &x, &operands.weight, &routing, options)
             }
             false => {
                 let x = rounded_rows::<R, F, I, BT>(x, weight.activation());
@@ -142,7 +137,7 @@ where
             }
         };
         let y = y.unwrap_or_else(|error| panic!("grouped linear: packed weight {}: {error}", weight.shape()));
-        cast::<Self>(tensor(&like, y.handle, shape, DType::F32), dtype)
+        cast::<Self>(from_matrix(&like, y, shape), dtype)
     }
 
     fn fake_quantize_weight(
@@ -153,7 +148,7 @@ where
         let (shape, dtype) = (weight.shape(), weight.dtype.into());
         let fail = |error: PackError| -> ! { panic!("fake quantization of a weight {shape}: {error}") };
         let (groups, d_in, d_out) = weight_dims(&shape, format).unwrap_or_else(|error| fail(error));
-        if format == WeightFormat::Nvfp4 && !divides_exactly(&weight.client, &weight.device) {
+        if format == WeightFormat::Nvfp4 && !packer(&weight.client, &weight.device).is_on_device() {
             return host_route::fake_quantize_weight::<Self>(weight, format, amax);
         }
         let client = weight.client.clone();
@@ -246,12 +241,98 @@ fn is_packed_product<B: Nvfp4Backend>(weight: &PackedWeight<B>) -> bool {
     weight.format() == WeightFormat::Nvfp4 && packed
 }
 
-/// f32 comes out, and the bias is added to that.
-fn options() -> MatmulOptions {
+fn options(output: Element) -> MatmulOptions {
     MatmulOptions {
         route: pinned_route(),
-        ..MatmulOptions::default()
+        output,
     }
+}
+
+/// What a product with `x` writes: the type of `x`, where the device has it. To f32 only is a bias added.
+fn output<R: CubeRuntime>(x: &CubeTensor<R>, has_bias: bool) -> Element {
+    element(x.dtype)
+        .filter(|element| !has_bias && element.is_native(&x.client))
+        .unwrap_or(Element::F32)
+}
+
+/// What the packed kernels take of a weight.
+struct Operands {
+    /// Its outer scales multiply.
+    weight: device::PackedWeight,
+    /// With a mask in the device's memory.
+    residual: Residual,
+}
+
+/// Made at the first product and kept with the weight.
+fn operands<R, F, I, BT>(weight: &PackedWeight<CubeBackend<R, F, I, BT>>) -> &Operands
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    weight.kept().get_or_make(|| {
+        let residual = residual(&weight.storage().codes.client, weight.activation(), weight.d_in());
+        Operands {
+            weight: multiplying(weight),
+            residual,
+        }
+    })
+}
+
+/// The residual pass that an activation setting asks for. Uploads a mask.
+fn residual<R: CubeRuntime>(client: &ComputeClient<R>, activation: &Activation, k: usize) -> Residual {
+    Residual::new(client, activation.compensation(), k)
+        .unwrap_or_else(|error| panic!("compensation of {k} channels: {error}"))
+}
+
+/// A product of the packed kernels, `[tokens, d_out]`, in the type of `x` where the device has it.
+fn packed_product<R, F, I, BT>(
+    x: CubeTensor<R>,
+    weight: &PackedWeight<CubeBackend<R, F, I, BT>>,
+    bias: Option<CubeTensor<R>>,
+) -> CubeTensor<R>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let fail = |error: device::Error| -> ! { panic!("linear: packed weight {}: {error}", weight.shape()) };
+    let (like, operands) = (x.clone(), operands(weight));
+    let client = &like.client;
+    let quantized = quantize::<R, F, I, BT>(x, &operands.residual);
+    let options = options(output(&like, bias.is_some()));
+    let y = device::matmul(client, &quantized, &operands.weight, options).unwrap_or_else(|error| fail(error));
+    let y = match bias {
+        None => y,
+        Some(bias) => {
+            let native = element(bias.dtype).is_some_and(|element| element.is_native(client));
+            let bias = match native {
+                true => into_contiguous(bias),
+                false => dense_f32::<R, F, I, BT>(bias),
+            };
+            let bias = Matrix::contiguous(
+                bias.handle.clone(),
+                element(bias.dtype).expect("a type that the kernels have"),
+                1,
+                weight.d_out(),
+            );
+            device::add_bias(client, &y, &bias, output(&like, false)).unwrap_or_else(|error| fail(error))
+        }
+    };
+    let shape = Shape::from([y.rows, y.columns]);
+    from_matrix(&like, y, shape)
+}
+
+/// A matrix without gaps as a tensor.
+fn from_matrix<R: CubeRuntime>(like: &CubeTensor<R>, y: Matrix, shape: Shape) -> CubeTensor<R> {
+    let dtype = match y.element {
+        Element::F32 => DType::F32,
+        Element::F16 => DType::F16,
+        Element::BF16 => DType::BF16,
+    };
+    tensor(like, y.handle, shape, dtype)
 }
 
 /// Packs under the weight's own amax, or a given one; the check tells whether it could be packed.
@@ -357,7 +438,7 @@ fn tensor_2d<R: CubeRuntime>(like: &CubeTensor<R>, stack: MatrixStack) -> CubeTe
 }
 
 /// Activations as the packed kernels take them.
-fn quantize<R, F, I, BT>(x: CubeTensor<R>, activation: &Activation) -> device::PackedActivations
+fn quantize<R, F, I, BT>(x: CubeTensor<R>, residual: &Residual) -> device::PackedActivations
 where
     R: CubeRuntime,
     F: FloatElement,
@@ -365,9 +446,7 @@ where
     BT: BoolElement,
 {
     let (client, shape) = (x.client.clone(), x.shape());
-    let x: Matrix = rows::<R, F, I, BT>(x);
-    let quantized = Residual::new(&client, activation.compensation(), x.columns)
-        .and_then(|residual| device::quantize(&client, &x, &residual));
+    let quantized = device::quantize(&client, &rows::<R, F, I, BT>(x), residual);
     quantized.unwrap_or_else(|error| panic!("quantization of activations {shape}: {error}"))
 }
 
@@ -388,7 +467,8 @@ where
             return CubeBackend::<R, F, I, BT>::float_reshape(x, shape);
         }
         Activation::Nvfp4 | Activation::Compensated(_) => {
-            device::decode_activations(&client, &quantize::<R, F, I, BT>(x, activation)).handle
+            let residual = residual(&client, activation, k);
+            device::decode_activations(&client, &quantize::<R, F, I, BT>(x, &residual)).handle
         }
         Activation::Fp8 => {
             let x = dense_f32::<R, F, I, BT>(x);

@@ -6,7 +6,7 @@ use burn_cubecl::{
 use cubecl::{prelude::ComputeClient, server::Handle};
 use kernels_cubecl::{
     BLOCK, device,
-    device::{Element, Matrix},
+    device::{Element, Matrix, Packer},
 };
 use std::{
     any::TypeId,
@@ -36,7 +36,7 @@ where
 }
 
 /// The element type of the kernels, where they have it.
-fn element(dtype: DType) -> Option<Element> {
+pub(super) fn element(dtype: DType) -> Option<Element> {
     match dtype {
         DType::F32 => Some(Element::F32),
         DType::F16 => Some(Element::F16),
@@ -153,19 +153,12 @@ where
     }
 }
 
-/// Whether the device divides as packing needs it. Asked once a device: that waits for it.
-pub(super) fn divides_exactly<R: CubeRuntime>(client: &ComputeClient<R>, device: &R::Device) -> bool {
-    static KNOWN: LazyLock<Mutex<HashMap<(TypeId, String), bool>>> = LazyLock::new(Mutex::default);
+/// Where a device's weights are packed. Found out once a device: that waits for it.
+pub(super) fn packer<R: CubeRuntime>(client: &ComputeClient<R>, device: &R::Device) -> Packer {
+    static KNOWN: LazyLock<Mutex<HashMap<(TypeId, String), Packer>>> = LazyLock::new(Mutex::default);
     let key = (TypeId::of::<R>(), format!("{:?}", DeviceOps::id(device)));
     let mut known = KNOWN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    *known.entry(key).or_insert_with(|| {
-        let exact = device::divides_exactly(client).expect("the device can be read");
-        if !exact {
-            tracing::warn!(
-                device = ?device,
-                "division is not correctly rounded on this device: weights are packed on the host"
-            );
-        }
-        exact
-    })
+    *known
+        .entry(key)
+        .or_insert_with(|| Packer::new(client).expect("the device can be read"))
 }

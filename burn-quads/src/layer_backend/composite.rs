@@ -177,6 +177,29 @@ pub(super) fn causal_attention_backward<B: Backend>(
     }
 }
 
+/// Keys and values as views `[slots, columns, kv_heads, head_dim]`: a place in them is a slot and a column.
+struct Columns<B: Backend> {
+    keys: Tensor<B, 4>,
+    values: Tensor<B, 4>,
+}
+
+impl<B: Backend> Columns<B> {
+    /// Writes `[n, kv_heads, head_dim]` each to `n` places `[n, 2]`, in one operation whatever `n` is.
+    fn assign(self, places: Tensor<B, 2, Int>, key: Tensor<B, 3>, value: Tensor<B, 3>) -> Self {
+        Self {
+            keys: self.keys.scatter_nd(places.clone(), key, IndexingUpdateOp::Assign),
+            values: self.values.scatter_nd(places, value, IndexingUpdateOp::Assign),
+        }
+    }
+}
+
+/// Slots and columns as `[n, 2]`.
+fn places<B: Backend>(list: impl ExactSizeIterator<Item = (usize, usize)>, device: &B::Device) -> Tensor<B, 2, Int> {
+    let count = list.len();
+    let list: Vec<i32> = list.flat_map(|(slot, column)| [slot as i32, column as i32]).collect();
+    Tensor::from_data(TensorData::new(list, [count, 2]), device)
+}
+
 /// [`LayerBackend::cached_attention`](super::LayerBackend::cached_attention).
 pub(crate) fn cached_attention<B: Backend>(
     qkv: CachedQkv<B>,
@@ -185,7 +208,7 @@ pub(crate) fn cached_attention<B: Backend>(
 ) -> Tensor<B, 2> {
     let [tokens, width] = qkv.query.dims();
     step.check(tokens, cache);
-    let (mut keys, mut values) = cache.take();
+    let (keys, values) = cache.take();
     let device = keys.device();
     let [_, kv_heads, _, d] = values.dims();
     let indices = |of: fn(&TokenPlace) -> usize| {
@@ -199,22 +222,27 @@ pub(crate) fn cached_attention<B: Backend>(
     let key = qkv.key.reshape([tokens * kv_heads, d]);
     let (query, key) = norm_heads(query, key, qkv.norms);
     let query = rotate(query, qkv.heads);
-    let key = rotate(key, kv_heads).reshape([tokens, kv_heads, d, 1]);
-    let value = qkv.value.reshape([tokens, kv_heads, 1, d]);
+    let key = rotate(key, kv_heads).reshape([tokens, kv_heads, d]);
+    let value = qkv.value.reshape([tokens, kv_heads, d]);
 
-    for (i, place) in step.tokens.iter().enumerate() {
-        let (s, p) = (place.slot, place.position);
-        let row = |t: &Tensor<B, 4>| t.clone().narrow(0, i, 1);
-        keys = keys.slice_assign([s..s + 1, 0..kv_heads, 0..d, p..p + 1], row(&key));
-        values = values.slice_assign([s..s + 1, 0..kv_heads, p..p + 1, 0..d], row(&value));
+    let mut columns = Columns {
+        keys: keys.permute([0, 3, 1, 2]),
+        values: values.permute([0, 2, 1, 3]),
+    };
+    if tokens > 0 {
+        let places = places(step.tokens.iter().map(|t| (t.slot, t.position)), &device);
+        columns = columns.assign(places, key, value);
     }
-    for copy in &step.copies {
-        let (from, to, n) = (copy.from, copy.to, copy.len);
-        let k = keys.clone().slice([from..from + 1, 0..kv_heads, 0..d, 0..n]);
-        keys = keys.slice_assign([to..to + 1, 0..kv_heads, 0..d, 0..n], k);
-        let v = values.clone().slice([from..from + 1, 0..kv_heads, 0..n]);
-        values = values.slice_assign([to..to + 1, 0..kv_heads, 0..n, 0..d], v);
+    let (to, from): (Vec<_>, Vec<_>) = step.copied_columns().into_iter().unzip();
+    if !to.is_empty() {
+        let from = places(from.into_iter(), &device);
+        let (key, value) = (
+            columns.keys.clone().gather_nd::<2, 3>(from.clone()),
+            columns.values.clone().gather_nd::<2, 3>(from),
+        );
+        columns = columns.assign(places(to.into_iter(), &device), key, value);
     }
+    let (keys, values) = (columns.keys.permute([0, 2, 3, 1]), columns.values.permute([0, 2, 1, 3]));
 
     let used = step.tokens.iter().map(|t| t.position + 1).max().unwrap_or(0);
     let slot_ids = indices(|t| t.slot);

@@ -31,6 +31,10 @@ const NOT_A_NUMBER: f32 = -1e38;
 
 /// The largest, then the largest of the others, and so on.
 fn top_experts<B: Backend>(logits: Tensor<B, 2>, k: usize) -> Tensor<B, 2, Int> {
+    let [tokens, _] = logits.dims();
+    if tokens == 0 {
+        return Tensor::empty([0, k], &logits.device());
+    }
     let logits = logits.cast(DType::F32);
     let mut logits = logits.clone().mask_fill(logits.is_nan(), NOT_A_NUMBER);
     let mut chosen = Vec::with_capacity(k);
@@ -51,19 +55,20 @@ fn order_by_expert<B: Backend>(expert_ids: Tensor<B, 1, Int>, experts: usize) ->
     let rows = expert_ids.dims()[0];
     let device = expert_ids.device();
     let zeros = |n: usize| Tensor::<B, 1, Int>::zeros([n], &device);
+    // Nothing is launched over no element, which CUDA refuses.
     if rows == 0 {
+        let nothing = || Tensor::empty([0], &device);
         return ExpertOrder {
-            order: zeros(0),
-            inverse: zeros(0),
+            order: nothing(),
+            inverse: nothing(),
             counts: zeros(experts),
         };
     }
     let blocks = rows.div_ceil(BLOCK);
-    // Rows of no expert fill the last block.
-    let padding = zeros(blocks * BLOCK - rows).add_scalar(experts as i64);
-    let padded = match blocks * BLOCK == rows {
-        true => expert_ids.clone(),
-        false => Tensor::cat(vec![expert_ids.clone(), padding], 0),
+    let padded = match blocks * BLOCK - rows {
+        0 => expert_ids.clone(),
+        // Rows of no expert fill the last block.
+        missing => Tensor::cat(vec![expert_ids.clone(), zeros(missing).add_scalar(experts as i64)], 0),
     };
     let belongs = padded
         .reshape([blocks, BLOCK, 1])

@@ -149,7 +149,7 @@ pub trait LayerBackend: Backend {
     /// Norms and rotates `qkv`, writes keys and values to their places, copies prefixes, and gives each token's mixed
     /// values `[tokens, heads · head_dim]` over columns `0..=position` of its slot.
     ///
-    /// The default writes a token at a time. On Flex a token's result does not depend on the others.
+    /// On Flex a token's result does not depend on the others.
     fn cached_attention(qkv: CachedQkv<Self>, cache: &mut LayerCache<Self>, step: &CacheStep) -> Tensor<Self, 2> {
         composite::cached_attention(qkv, cache, step)
     }

@@ -305,11 +305,18 @@ fn cached_attention_equals_the_definition() {
             tokens: vec![place(1, 1), place(2, 35), place(0, 35)],
             copies: vec![],
         },
+        // A copy of a copy.
+        CacheStep {
+            tokens: vec![place(1, 34), place(3, 30)],
+            copies: [(0, 1, 34), (1, 3, 30)]
+                .map(|(from, to, len)| PrefixCopy { from, to, len })
+                .to_vec(),
+        },
     ];
     let cache = || {
         KvCacheConfig {
             num_layers: 1,
-            slots: 3,
+            slots: 4,
             num_key_value_heads: kv_heads,
             max_seq_len,
             head_dim: d,

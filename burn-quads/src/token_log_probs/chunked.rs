@@ -105,7 +105,8 @@ fn forward<B: Backend>(
 
 fn concatenate<B: Backend>(mut parts: Vec<Tensor<B, 1>>, device: &B::Device) -> Tensor<B, 1> {
     match parts.len() {
-        0 => Tensor::zeros([0], device),
+        // Neither zeros nor data: CUDA refuses to launch over no element.
+        0 => Tensor::empty([0], device),
         1 => parts.remove(0),
         _ => Tensor::cat(parts, 0),
     }

@@ -37,6 +37,7 @@
 //! - `route`: which matmul kernel runs where, and their launch table;
 //! - `grouping`: tokens sorted by expert, for all of them;
 //! - `portable`, `decode`, `bf16_mma`, `block_scaled_mma`: a file a route; `mma16` decodes for two of them;
+//! - `bias`: what is added to a product;
 //! - `fp8`: the baseline;
 //! - `values`: packed operands back to values; `dense_groups`: experts that are not packed.
 #![allow(
@@ -47,6 +48,7 @@
     reason = "kernel code is a language of its own: it has operators but no methods, and takes its buffers one by one"
 )]
 mod bf16_mma;
+mod bias;
 mod block_scaled_mma;
 #[cfg(any(feature = "vulkan", feature = "cuda"))]
 mod client;
@@ -64,6 +66,7 @@ mod route;
 mod selection;
 mod values;
 
+pub use bias::add_bias;
 #[cfg(feature = "cuda")]
 pub use client::cuda;
 #[cfg(feature = "vulkan")]

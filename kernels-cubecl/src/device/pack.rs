@@ -87,6 +87,11 @@ impl Packer {
         Ok(Self { on_device })
     }
 
+    /// Whether weights stay on the device.
+    pub fn is_on_device(self) -> bool {
+        self.on_device
+    }
+
     /// One that packs on the host whatever the device can do.
     pub fn on_host() -> Self {
         Self { on_device: false }

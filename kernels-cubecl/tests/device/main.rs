@@ -3,6 +3,7 @@
 //! Without a device the tests say so and pass; with `QUADS_REQUIRE_DEVICE=1` they fail instead. The binary needs no file
 //! beside itself: carry it to a machine with a GPU and run it there.
 #![cfg(any(feature = "vulkan", feature = "cuda"))]
+mod bias;
 mod fp8;
 mod golden;
 mod grouped;

@@ -31,6 +31,7 @@ Examples:
   grpo_math --resume runs/grpo_math                  go on after Ctrl-C
   grpo_math gap --run runs/grpo_math                 the log-prob gap of every pairing after the warm-up
   grpo_math gap --run runs/grpo_math --export gap    the same, with all that another program needs to repeat it
+  grpo_math drift --export gap                       how far this build's device is from the one that exported it
 
 Exit code: 0 done, 1 error, 2 wrong arguments, 130 stopped by Ctrl-C, SIGTERM or SIGHUP (saved).";
 
@@ -39,6 +40,16 @@ Exit code: 0 done, 1 error, 2 wrong arguments, 130 stopped by Ctrl-C, SIGTERM or
 pub enum Command {
     /// Measures how far rollout and trainer differ, in pairings of precisions, on completions of one policy.
     Gap(GapArgs),
+    /// Compares this build's log-probs with those of a build for another device, on the policy and the tokens that it
+    /// exported with gap --export.
+    Drift {
+        /// What gap --export wrote.
+        #[arg(long, value_name = "FOLDER")]
+        export: PathBuf,
+        /// Prints one JSON object instead of a table.
+        #[arg(long)]
+        json: bool,
+    },
     /// Writes plots and report.html of a run anew, from its metrics.jsonl.
     Report {
         /// The run's folder.

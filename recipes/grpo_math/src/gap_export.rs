@@ -17,14 +17,15 @@ use std::{
 };
 
 use crate::{
+    backend::DEVICE,
     gap::{Measurement, PairingGap},
     language::Language,
     problems::Problems,
 };
 
-const MODEL: &str = "model";
-const MASKS: &str = "residual_masks.safetensors";
-const GAP: &str = "gap.json";
+pub(crate) const MODEL: &str = "model";
+pub(crate) const MASKS: &str = "residual_masks.safetensors";
+pub(crate) const GAP: &str = "gap.json";
 
 /// A new folder for a measurement.
 #[derive(Debug)]
@@ -33,6 +34,8 @@ pub struct Export(PathBuf);
 /// `gap.json`.
 #[derive(Serialize)]
 struct GapFile<'a> {
+    /// Whose arithmetic it is, as `run.device` names it.
+    device: &'static str,
     /// GRPO step of the policy.
     step: usize,
     /// Whether each trainer took the experts that its rollout chose.
@@ -121,6 +124,7 @@ impl<'a> GapFile<'a> {
             .zip(&rollouts.rewards);
         let pairings = report.gaps.iter().zip(&measured.log_probs);
         Self {
+            device: DEVICE,
             step: report.step,
             routing_replay: report.routing_replay,
             temperature: measured.temperature,

@@ -4,7 +4,8 @@
 //! [`warm_start`]) and [`reinforce`] (its two stages), [`finish`] (the last table); then what they are made of: [`config`], [`problems`]
 //! and [`language`] with [`text`],
 //! [`sampling`] and [`scoring`], [`session`] with [`checkpoints`] and [`metrics`], [`charts`], [`plots`] and [`report`]; and
-//! [`gap`], a measurement of its own, which [`gap_export`] writes down for other programs.
+//! [`gap`], a measurement of its own, which [`gap_export`] writes down for other programs, and
+//! for [`drift`], another build of this one.
 #![warn(missing_docs)]
 pub mod atomic_write;
 pub mod backend;
@@ -13,6 +14,7 @@ pub mod checkpoints;
 pub mod cli;
 pub mod config;
 pub mod console;
+pub mod drift;
 pub mod fingerprint;
 pub mod finish;
 pub mod gap;

@@ -2,10 +2,11 @@
 use anyhow::{Context, Error, Result, anyhow};
 use clap::Parser;
 use grpo_math::{
+    backend,
     checkpoints::Checkpoints,
     cli::{Cli, Command, GapArgs, RunArgs},
     config::{Config, Diverged},
-    console,
+    console, drift,
     finish::{self, Activity},
     gap,
     gap_export::Export,
@@ -32,6 +33,7 @@ fn main() -> ExitCode {
     let done = check_current_folder().and_then(|()| match cli.command {
         None => start(&cli.run),
         Some(Command::Gap(arguments)) => measure_gap(&arguments),
+        Some(Command::Drift { export, json }) => measure_drift(&export, json),
         Some(Command::Report { run }) => write_report(&run),
     });
     match done {
@@ -135,6 +137,16 @@ fn measure_gap(arguments: &GapArgs) -> Result<ExitCode> {
             export.folder().display()
         ));
     }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn measure_drift(export: &std::path::Path, json: bool) -> Result<ExitCode> {
+    backend::find_device()?;
+    let report = drift::measure(export)?;
+    console::deliver(&match json {
+        true => serde_json::to_string_pretty(&report)? + "\n",
+        false => report.to_string(),
+    })?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -134,7 +134,12 @@ fn run(line: &str, page: &str, folder: &Path, settings_file: &str, done: &mut BT
         }
         // Needs a GPU, or a device that only the continuous integration installs.
         ["cargo", "bench", "-p", package, "--features", _, "--bench", bench, ..]
-            if root().join(package).join("benches").join(bench).exists() =>
+            if root().join(package).join("benches").join(bench).exists()
+                || root()
+                    .join(package)
+                    .join("benches")
+                    .join(format!("{bench}.rs"))
+                    .exists() =>
         {
             return;
         }
@@ -169,6 +174,7 @@ fn run(line: &str, page: &str, folder: &Path, settings_file: &str, done: &mut BT
             return;
         }
         ["cargo", "bench", "-p", package, "--bench", bench]
+        | ["cargo", "bench", "-p", package, "--bench", bench, "--", ..]
             if root()
                 .join(package)
                 .join("benches")
@@ -218,7 +224,7 @@ fn run(line: &str, page: &str, folder: &Path, settings_file: &str, done: &mut BT
         succeed(&mut command);
         return;
     }
-    if !["--resume", "--run", "--print-config", "--help"]
+    if !["--resume", "--run", "--print-config", "--help", "drift"]
         .iter()
         .any(|flag| arguments.contains(flag))
     {

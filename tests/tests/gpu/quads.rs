@@ -96,6 +96,30 @@ pub fn experts_and_their_gradients_are_those_of_flex<B: Stack>() {
     }
 }
 
+/// Whole blocks of rows among them: nothing is left to fill up then, and nothing must be launched over nothing.
+pub fn rows_are_sorted_by_expert_as_on_flex<B: Stack>() {
+    fn sorted<B: LayerBackend>(ids: &[i32], experts: usize) -> [Vec<i64>; 3] {
+        let ids = TensorData::new(ids.to_vec(), [ids.len()]);
+        let order = B::order_by_expert(Tensor::<B, 1, Int>::from_data(ids, &Default::default()), experts);
+        [order.order, order.inverse, order.counts].map(|list| list.into_data().iter::<i64>().collect())
+    }
+    for rows in [1, 5, 127, 128, 129, 256, 384, 1000] {
+        // Expert 3 has no row.
+        let ids: Vec<i32> = (0..rows).map(|i| [0, 5, 2, 2, 1, 4, 5][i * i % 7]).collect();
+        assert_eq!(sorted::<B>(&ids, 6), sorted::<Flex>(&ids, 6), "{rows} rows");
+    }
+}
+
+pub fn the_experts_of_largest_logits_are_those_of_flex<B: Stack>() {
+    for tokens in [1, 16, 300] {
+        let logits = crate::support::data(7, [tokens, 20]);
+        let here = B::top_experts(tensor::<B, 2>(&logits), 8);
+        let there = Flex::top_experts(tensor::<Flex, 2>(&logits), 8);
+        let [here, there] = [here.into_data(), there.into_data()].map(|ids| ids.iter::<i64>().collect::<Vec<_>>());
+        assert_eq!(here, there, "{tokens} tokens");
+    }
+}
+
 fn config() -> QuadsMoeConfig {
     QuadsMoeConfig::new(24, 64, 2, 4, 2, 16, 4, 2, 48).with_max_position_embeddings(64)
 }

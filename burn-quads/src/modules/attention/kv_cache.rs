@@ -1,6 +1,7 @@
 //! Keys and values of the tokens seen so far, in memory allocated once.
 use crate::host::KEY_BLOCK;
 use burn::{prelude::Backend, tensor::Tensor};
+use std::collections::BTreeMap;
 
 /// Size of a [`KvCache`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -104,6 +105,20 @@ pub struct CacheStep {
 }
 
 impl CacheStep {
+    /// Each column that the copies fill, `(slot, column)`, and the place that holds, before any copy, what it
+    /// will hold: a copy may read what an earlier one wrote.
+    pub(crate) fn copied_columns(&self) -> BTreeMap<(usize, usize), (usize, usize)> {
+        let mut filled = BTreeMap::new();
+        for copy in &self.copies {
+            for column in 0..copy.len {
+                let from = (copy.from, column);
+                let origin = filled.get(&from).copied().unwrap_or(from);
+                filled.insert((copy.to, column), origin);
+            }
+        }
+        filled
+    }
+
     /// # Panics
     /// If the number of places is not `tokens`, or a place lies outside `cache`.
     pub(crate) fn check<B: Backend>(&self, tokens: usize, cache: &LayerCache<B>) {
@@ -125,5 +140,24 @@ impl CacheStep {
             inside(c.from, c.len);
             inside(c.to, c.len);
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_of_a_copy_comes_from_where_the_first_was_made() {
+        let copy = |from, to, len| PrefixCopy { from, to, len };
+        let step = CacheStep {
+            tokens: vec![],
+            copies: vec![copy(5, 2, 2), copy(2, 3, 2), copy(0, 2, 1)],
+        };
+        let columns: Vec<_> = step.copied_columns().into_iter().collect();
+        assert_eq!(
+            columns,
+            [((2, 0), (0, 0)), ((2, 1), (5, 1)), ((3, 0), (5, 0)), ((3, 1), (5, 1)),]
+        );
     }
 }
