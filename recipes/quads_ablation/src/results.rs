@@ -329,7 +329,8 @@ impl Results {
             .filter(move |series| !families.contains(&series.group()))
     }
 
-    fn check(&self) -> Result<()> {
+    /// Whether it fits together.
+    pub(crate) fn check(&self) -> Result<()> {
         for (at, series) in self.series.iter().enumerate() {
             if self.series[..at].iter().any(|other| other.name == series.name) {
                 bail!("series {} is there twice", series.name);
