@@ -173,8 +173,16 @@ impl Scheduler<'_> {
                 continue;
             }
             let (job, given_up) = self.waiting.remove(index);
-            let running = self.spawn(job, given_up)?;
-            self.running.push(running);
+            let name = job.name();
+            match self.spawn(job, given_up) {
+                Ok(running) => self.running.push(running),
+                // A disk that is full, a file in a folder's place: the others go on.
+                Err(error) => {
+                    let reason = console::explain(&error);
+                    self.line.show(self.running.len(), &format!("{name} failed: {reason}"));
+                    self.report.failed.push((name, reason));
+                }
+            }
         }
         Ok(())
     }

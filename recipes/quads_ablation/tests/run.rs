@@ -310,6 +310,15 @@ fn a_warm_up_that_fails_takes_its_arms_with_it_and_nothing_else() {
     let results = results(&out);
     let seeds: Vec<_> = results.series[0].seeds.iter().map(|seed| seed.seed).collect();
     assert_eq!(seeds, [2]);
+
+    // The same where the arms of a seed should be.
+    fs::write(out.join("quick/seed_3"), "").unwrap();
+    let said = fail(&mut tiny(&out, &["--arms", "A", "--seeds", "2,3,4"]), 1);
+    assert!(
+        said.contains("failed: quick, seed 3, arm A: cannot make the folder"),
+        "{said}"
+    );
+    assert!(said.contains("quick, seed 4, arm A: "), "{said}");
 }
 
 /// On the real model: what must hold of the gaps at the end of its warm-up.
