@@ -181,7 +181,11 @@ mod tests {
         let names: Vec<&str> = kept.iter().map(|kept| kept.file.as_str()).collect();
         assert_eq!(names[..3], ["calm.json", "stress.json", "quick.json"]);
         let stress = &kept[1].results.series[0];
-        assert_eq!(stress.seeds[0].arms[0].curve.step.len(), 51, "every fifth step of 250");
+        assert_eq!(
+            stress.seeds[0].arms[0].curve.step.len(),
+            52,
+            "every fifth step of 250, and the last but one"
+        );
         assert_eq!(stress.seeds[0].arms[0].end, results.series[1].seeds[0].arms[0].end);
         let page = folder.join("page.md");
         fs::write(&page, format!("# Title\n\n{BEGIN}\nold\n{END}\n\nEnd.\n")).unwrap();
