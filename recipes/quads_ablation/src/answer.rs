@@ -1,9 +1,11 @@
 //! The answer in three sentences, made from the numbers whatever they are.
 use anyhow::Result;
 
+use std::collections::BTreeMap;
+
 use crate::{
     checks::checks,
-    results::{Results, Series, Side},
+    results::{ArmRun, Results, Series, Side},
     statistics::{Difference, final_difference},
 };
 
@@ -13,14 +15,14 @@ use crate::{
 /// When arms of a seed answered other numbers of problems.
 pub fn sentences(results: &Results) -> Result<[String; 3]> {
     let naive = format!(
-        "Naive 4-bit rollouts (B) collapsed in {}, by the rule declared beforehand; at the end they answered, against full \
+        "By the rules declared beforehand, naive 4-bit rollouts (B) collapsed in {}; at the end they answered, against full \
          precision (A), {}.",
         collapsed(results, "B"),
         against_a(results, "B")?
     );
     let quads = format!(
-        "QUADS as published (E) collapsed in {} and answered {}; with every channel compensated (E+) {} collapsed, and the \
-         answers were {}.",
+        "QUADS as published (E) collapsed in {}, and answered {}; with every channel compensated (E+) it collapsed in {}, and \
+         answered {}.",
         collapsed(results, "E"),
         against_a(results, "E")?,
         collapsed(results, "E+"),
@@ -29,14 +31,49 @@ pub fn sentences(results: &Results) -> Result<[String; 3]> {
     Ok([naive, quads, verdicts(results)?])
 }
 
-/// `2 of 10 runs`.
+/// `0 of 5 runs of calm, 2 of 5 of stress (gap 2) (of these 2, 1 ended with more right answers than they began with)`.
 fn collapsed(results: &Results, arm: &str) -> String {
-    let runs: Vec<_> = results.main_series().flat_map(|series| series.runs(arm)).collect();
-    let collapsed = runs.iter().filter(|run| run.collapse.is_some()).count();
-    match runs.len() {
-        0 => "none of no runs".into(),
-        1 => format!("{collapsed} of 1 run"),
-        all => format!("{collapsed} of {all} runs"),
+    let (mut parts, mut all, mut better) = (Vec::new(), 0, 0);
+    for series in results.main_series() {
+        let runs = series.runs(arm).count();
+        let collapsed: Vec<&ArmRun> = series.runs(arm).filter(|run| run.collapse.is_some()).collect();
+        all += collapsed.len();
+        better += collapsed
+            .iter()
+            .filter(|run| run.end.own.share() > run.start.own.share())
+            .count();
+        let mut rules: BTreeMap<&str, usize> = BTreeMap::new();
+        for rule in collapsed.iter().flat_map(|run| &run.collapse) {
+            *rules.entry(&rule.rule).or_default() += 1;
+        }
+        let mut notes: Vec<String> = rules.iter().map(|(rule, count)| format!("{rule} {count}")).collect();
+        let stopped = series.runs(arm).filter(|run| run.stopped.is_some()).count();
+        if stopped > 0 {
+            notes.push(format!("{stopped} stopped early"));
+        }
+        let notes = match notes.is_empty() {
+            true => String::new(),
+            false => format!(" ({})", notes.join(", ")),
+        };
+        let named = match (parts.is_empty(), runs) {
+            (_, 0) => continue,
+            (true, 1) => " run",
+            (true, _) => " runs",
+            (false, _) => "",
+        };
+        parts.push(format!(
+            "{} of {runs}{named} of {}{notes}",
+            collapsed.len(),
+            series.name
+        ));
+    }
+    match (parts.is_empty(), all) {
+        (true, _) => "none of no runs".into(),
+        (_, 0) => parts.join(", "),
+        (_, all) => format!(
+            "{} (of these {all}, {better} ended with more right answers than they began with)",
+            parts.join(", ")
+        ),
     }
 }
 
@@ -59,7 +96,12 @@ fn told(series: &Series, difference: &Difference) -> String {
         (true, false) => "better",
         (false, _) => "no differently as far as these seeds can tell",
     };
-    format!("{words} in {} ({difference} points)", series.name)
+    let [above, _, below] = difference.signs();
+    let seeds = match difference.by_seed.len() {
+        1 => "one seed, which says nothing of others".to_string(),
+        all => format!("{all} seeds, {above} above and {below} below"),
+    };
+    format!("{words} in {} ({difference} points; {seeds})", series.name)
 }
 
 /// How many checks hold, and which do not.
@@ -74,13 +116,19 @@ fn verdicts(results: &Results) -> Result<String> {
             }
         }
     }
+    if held + failed.len() == 0 {
+        return Ok("None of the checks of what was to be shown could be made, for want of their arms.".into());
+    }
     let mut sentence = format!(
-        "Of the {} checks of what was to be shown, {held} hold in every seed",
+        "Of the {} checks of what was to be shown, series by series, {held} hold (those that look at single seeds in every one)",
         held + failed.len()
     );
     sentence += &match failed.is_empty() {
         true => ", and none fails".to_string(),
-        false => format!(", and {} do not: {}", failed.len(), failed.join("; ")),
+        false => {
+            let verb = if failed.len() == 1 { "does" } else { "do" };
+            format!(", and {} {verb} not: {}", failed.len(), failed.join("; "))
+        }
     };
     if unmeasured > 0 {
         sentence += &format!(" ({unmeasured} more could not be made, for want of their arms)");
@@ -98,16 +146,20 @@ mod tests {
         let mut results = synthetic::results();
         let [naive, quads, checks] = sentences(&results).unwrap();
         assert!(
-            naive.contains("collapsed in 4 of 10 runs") && naive.contains("worse in calm (-"),
+            naive.contains(
+                "collapsed in 2 of 5 runs of calm (accuracy 2), 2 of 5 of stress (accuracy 2) (of these 4, 0 ended"
+            ) && naive.contains("worse in calm (-")
+                && naive.contains(" points; 5 seeds, 0 above and 5 below)"),
             "{naive}"
         );
         assert!(
-            quads.contains("0 of 10 runs") && quads.contains("worse in stress (-"),
+            quads.contains("0 of 5 runs of calm, 0 of 5 of stress") && quads.contains("worse in stress (-"),
             "{quads}"
         );
         assert_eq!(
             checks,
-            "Of the 16 checks of what was to be shown, 16 hold in every seed, and none fails."
+            "Of the 14 checks of what was to be shown, series by series, 14 hold (those that look at single seeds in every one), and \
+             none fails."
         );
         // The other way round: A and E change places, nothing collapses, and the smaller gap is the larger.
         for series in &mut results.series {
@@ -122,14 +174,16 @@ mod tests {
             }
         }
         let [naive, quads, checks] = sentences(&results).unwrap();
-        assert!(naive.contains("0 of 10 runs"), "{naive}");
+        assert!(naive.contains("0 of 5 runs of calm, 0 of 5 of stress;"), "{naive}");
         assert!(
-            naive.contains("no differently as far as these seeds can tell in calm (0.0 [0.0, 0.0] points)"),
+            naive.contains(
+                "no differently as far as these seeds can tell in calm (0.0 [0.0, 0.0] points; 5 seeds, 0 above and 0 below)"
+            ),
             "{naive}"
         );
         assert!(quads.contains("better in calm (+"), "{quads}");
         assert!(
-            checks.contains("14 hold in every seed, and 2 do not: calm: "),
+            checks.contains("12 hold (those that look at single seeds in every one), and 2 do not: calm: "),
             "{checks}"
         );
     }
@@ -144,7 +198,7 @@ mod tests {
             "{naive}"
         );
         assert!(
-            checks.contains("(7 more could not be made, for want of their arms)"),
+            checks.contains("(6 more could not be made, for want of their arms)"),
             "{checks}"
         );
     }

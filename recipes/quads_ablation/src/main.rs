@@ -78,18 +78,26 @@ fn run(arguments: &RunArgs) -> Result<ExitCode> {
 fn plan(arguments: &RunArgs, declaration: Declaration) -> Result<Plan> {
     let mut selected = declaration.select(&arguments.series)?;
     let arms = find_arms(&arguments.arms)?;
+    if !arms.is_empty() {
+        for series in &mut selected {
+            series.arms.retain(|arm| arms.contains(arm));
+        }
+        selected.retain(|series| !series.arms.is_empty());
+        if selected.is_empty() {
+            bail!("--arms {}: none of the series has them", arguments.arms.join(","));
+        }
+    }
     for series in &mut selected {
         if let Some(seeds) = &arguments.seeds {
             series.seeds = seeds.of(&series.seeds);
         }
-        if !arms.is_empty() {
-            series.arms.retain(|arm| arms.contains(arm));
-        }
         series.change(&arguments.set)?;
     }
-    selected.retain(|series| !series.arms.is_empty());
-    if selected.is_empty() {
-        bail!("--arms {}: none of the series has them", arguments.arms.join(","));
+    if arguments.out().to_str().is_none() {
+        bail!(
+            "--out {}: expected a name in UTF-8, which settings can hold",
+            arguments.out().display()
+        );
     }
     Ok(Plan {
         layout: Layout::new(arguments.out()),

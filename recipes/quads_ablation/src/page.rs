@@ -109,10 +109,13 @@ pub fn generated(kept: &[Kept]) -> Result<String> {
             text += &format!("{}\n", table.to_markdown());
         }
     }
-    text += "## Where these numbers are\n\n| file | command | machine | wall times of arms and warm-ups |\n|---|---|---|---|\n";
+    text += "## Where these numbers are\n\n| file | command | machine | wall times of its arms |\n|---|---|---|---|\n";
     for Kept { file, results } in kept {
         let machine = &results.machine;
         let processor = machine.processor.as_deref().unwrap_or("unnamed");
+        // Of this file: the machine's total is that of all series that were run together.
+        let arms = results.series.iter().flat_map(|s| &s.seeds).flat_map(|s| &s.arms);
+        let seconds = arms.map(|arm| arm.wall_s).sum();
         let short = if results.quick {
             " (the short run, in none of these tables)"
         } else {
@@ -123,7 +126,7 @@ pub fn generated(kept: &[Kept]) -> Result<String> {
             results.command,
             machine.processors,
             machine.device,
-            duration(machine.total_s)
+            duration(seconds)
         );
     }
     Ok(text)
@@ -181,7 +184,11 @@ mod tests {
         let names: Vec<&str> = kept.iter().map(|kept| kept.file.as_str()).collect();
         assert_eq!(names[..3], ["calm.json", "stress.json", "quick.json"]);
         let stress = &kept[1].results.series[0];
-        assert_eq!(stress.seeds[0].arms[0].curve.step.len(), 51, "every fifth step of 250");
+        assert_eq!(
+            stress.seeds[0].arms[0].curve.step.len(),
+            52,
+            "every fifth step of 250, and the last but one"
+        );
         assert_eq!(stress.seeds[0].arms[0].end, results.series[1].seeds[0].arms[0].end);
         let page = folder.join("page.md");
         fs::write(&page, format!("# Title\n\n{BEGIN}\nold\n{END}\n\nEnd.\n")).unwrap();
@@ -194,6 +201,9 @@ mod tests {
             "## stress: ",
             "(results/quick.json) (the short run",
             "| 72.86 |",
+            // 55 and 11 runs of 61.25 s.
+            "| 56 min 09 s |",
+            "| 11 min 14 s |",
         ] {
             assert!(text.contains(says), "{says} is missing: {text}");
         }

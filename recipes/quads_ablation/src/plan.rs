@@ -230,7 +230,10 @@ impl Plan {
                 let warmup = self.layout.warmup(&self.warmup_name(series), *seed);
                 // Runs that are resumed from elsewhere must find it.
                 let warmup = std::path::absolute(&warmup).unwrap_or(warmup);
-                all.push(format!("warmup.from={:?}", warmup.display().to_string()));
+                all.push(format!(
+                    "warmup.from={}",
+                    toml::Value::from(warmup.display().to_string())
+                ));
                 of_arm(&all, arm)
             }
         })
@@ -291,6 +294,12 @@ impl Plan {
                 _ => begun(&path),
             },
         })
+    }
+
+    /// Whether an arm that takes no more steps has a checkpoint to be judged by.
+    pub fn can_be_judged(&self, job: &Job) -> bool {
+        let checkpoints = Checkpoints::new(self.path(job).join("checkpoints"));
+        job.is_arm() && checkpoints.newest().is_ok_and(|(newest, _)| newest.is_some())
     }
 
     /// Whether all that it needs is there.

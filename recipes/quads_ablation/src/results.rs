@@ -329,7 +329,8 @@ impl Results {
             .filter(move |series| !families.contains(&series.group()))
     }
 
-    fn check(&self) -> Result<()> {
+    /// Whether it fits together.
+    pub(crate) fn check(&self) -> Result<()> {
         for (at, series) in self.series.iter().enumerate() {
             if self.series[..at].iter().any(|other| other.name == series.name) {
                 bail!("series {} is there twice", series.name);
@@ -495,13 +496,13 @@ impl Curve {
         self.points(column).last().map(|(_, value)| value)
     }
 
-    /// Steps that `every` divides, the first and the last, each standing for the steps since the one before: with the
-    /// largest of their values where a column's name ends in `max`, with the mean of those measured otherwise. What depends
-    /// on the machine (`time/`, `perf/`) is left out.
+    /// Steps that `every` divides, the first and the last two (so that the last one is itself, for tables that tell where a
+    /// run ended), each standing for the steps since the one before: with the largest of their values where a column's name
+    /// ends in `max`, with the mean of those measured otherwise. What depends on the machine (`time/`, `perf/`) is left out.
     pub fn thinned(&self, every: usize) -> Self {
         let last = self.step.len().saturating_sub(1);
         let kept: Vec<usize> = (0..self.step.len())
-            .filter(|&at| at == 0 || at == last || self.step[at].is_multiple_of(every.max(1)))
+            .filter(|&at| at == 0 || at + 1 >= last || self.step[at].is_multiple_of(every.max(1)))
             .collect();
         let thin = |name: &str, values: &[Option<f64>]| {
             let mut from = 0;
@@ -690,6 +691,12 @@ mod tests {
         assert_eq!(thin.columns["eval/pass@1"], [Some(0.5), Some(0.75), Some(1.0), None]);
         assert_eq!(thin.columns.len(), 3, "times are left out");
         assert_eq!(thin.last("eval/pass@1"), Some(1.0));
+        // Where a run ended stays what it is.
+        let thin = curve.thinned(5);
+        assert_eq!(thin.step, [0, 5, 6, 7]);
+        for column in ["gap/max", "gap/mean"] {
+            assert_eq!(thin.last(column), curve.last(column));
+        }
     }
 
     #[test]

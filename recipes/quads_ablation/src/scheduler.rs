@@ -57,6 +57,7 @@ pub fn run(plan: &Plan, width: Width, interrupt: &Interrupt) -> Result<Report> {
         width,
         waiting,
         running: Vec::new(),
+        stopped: Vec::new(),
         report: Report::default(),
         line: Line::new(all, done, left, width.jobs),
     };
@@ -80,6 +81,10 @@ pub fn run(plan: &Plan, width: Width, interrupt: &Interrupt) -> Result<Report> {
         sleep(LOOK_EVERY);
     }
     if !scheduler.report.interrupted {
+        for name in std::mem::take(&mut scheduler.stopped) {
+            let reason = "its process was told to stop, and has saved; the same command goes on".to_string();
+            scheduler.report.failed.push((name, reason));
+        }
         // What they need is not there, because it failed.
         for (job, _) in &scheduler.waiting {
             let needs = "what it starts from is not there".to_string();
@@ -96,6 +101,8 @@ struct Scheduler<'a> {
     /// Jobs with the reason for which an arm is given up, if it is.
     waiting: Vec<(Job, Option<String>)>,
     running: Vec<Running>,
+    /// Jobs whose processes were told to stop; an interruption only where this program was told, too.
+    stopped: Vec<String>,
     report: Report,
     line: Line,
 }
@@ -138,12 +145,14 @@ impl Scheduler<'_> {
             return;
         }
         if status.code() == Some(i32::from(grpo_math::interrupt::EXIT_CODE)) {
+            self.line.show(self.running.len(), &format!("{name}: saved"));
+            self.stopped.push(name);
             return;
         }
         let reason = format!("{} ({})", reason(status, &ended.log), ended.log.display());
         match ended.given_up {
             // An arm without steps has nothing to be judged by.
-            None if ended.job.is_arm() && self.plan.state(&ended.job).is_ok_and(|state| state == State::Begun) => {
+            None if self.plan.can_be_judged(&ended.job) => {
                 self.line.show(self.running.len(), &format!("{name} failed: {reason}"));
                 self.report.failed.push((name, reason.clone()));
                 self.waiting.insert(0, (ended.job, Some(reason)));
@@ -164,8 +173,16 @@ impl Scheduler<'_> {
                 continue;
             }
             let (job, given_up) = self.waiting.remove(index);
-            let running = self.spawn(job, given_up)?;
-            self.running.push(running);
+            let name = job.name();
+            match self.spawn(job, given_up) {
+                Ok(running) => self.running.push(running),
+                // A disk that is full, a file in a folder's place: the others go on.
+                Err(error) => {
+                    let reason = console::explain(&error);
+                    self.line.show(self.running.len(), &format!("{name} failed: {reason}"));
+                    self.report.failed.push((name, reason));
+                }
+            }
         }
         Ok(())
     }

@@ -210,9 +210,13 @@ impl Series {
             let Some((key, value)) = assignment.split_once('=') else {
                 bail!("--set {assignment}: expected section.key=value");
             };
+            if key.trim().is_empty() {
+                bail!("--set {assignment}: expected section.key=value");
+            }
             self.settings.insert(key.trim().into(), value.trim().into());
         }
-        self.check().context("--set")
+        self.check()
+            .with_context(|| format!("the series {}, as it is asked for", self.name))
     }
 
     /// Refuses what would make the arms differ in more than the table says.
@@ -240,7 +244,11 @@ impl Series {
                 bail!("a choice of {} without values or seeds", choice.key);
             }
             if choice.seeds.iter().any(|seed| self.seeds.contains(seed)) {
-                bail!("{} must be chosen with seeds that no arm runs with", choice.key);
+                bail!(
+                    "seeds {:?} choose {}: expected other seeds for the arms",
+                    choice.seeds,
+                    choice.key
+                );
             }
         }
         if self.arms.is_empty() || self.seeds.is_empty() {

@@ -252,7 +252,8 @@ fn accuracy(series: &Series) -> Table {
     let mut table = Table::new(
         "Pass@1 in the precision of the arm's own rollout, %",
         &format!(
-            "Mean ± standard error over the seeds; {} held-out problems, one sample each.",
+            "Mean ± standard error over the seeds; {} held-out problems, one sample each. Collapsed: by which rule, at which step \
+             of which run first; a run that met a rule goes on, and can recover.",
             problems(series)
         ),
         3,
@@ -272,12 +273,12 @@ fn accuracy(series: &Series) -> Table {
         let steps: Vec<String> = collapsed
             .iter()
             .flat_map(|r| &r.collapse)
-            .map(|c| c.step.to_string())
+            .map(|c| format!("{} {}", c.rule, c.step))
             .collect();
         let count = series.runs(letter).count();
         let collapsed = match collapsed.len() {
             0 => format!("0 of {count}"),
-            number => format!("{number} of {count} (step {})", steps.join(", ")),
+            number => format!("{number} of {count} ({})", steps.join(", ")),
         };
         let stopped = series.runs(letter).filter(|run| run.stopped.is_some()).count();
         let collapsed = match stopped {
@@ -718,7 +719,7 @@ mod tests {
                 "70.0 to 90.0"
             ]
         );
-        assert_eq!(table.rows[1][5], "1 of 3 (step 20)");
+        assert_eq!(table.rows[1][5], "1 of 3 (accuracy 20)");
         let precisions: Vec<&str> = table.rows.iter().map(|row| row[2].as_str()).collect();
         assert_eq!(
             precisions,

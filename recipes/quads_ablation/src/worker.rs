@@ -212,8 +212,8 @@ impl Run {
         };
         let mut assignments = self.assignments.clone();
         // As TOML text: a path may look like a number.
-        assignments.push(format!("run.name={name:?}"));
-        assignments.push(format!("run.directory={directory:?}"));
+        assignments.push(format!("run.name={}", toml::Value::from(name)));
+        assignments.push(format!("run.directory={}", toml::Value::from(directory)));
         assignments.extend_from_slice(changes);
         Ok(Config::load(None, &assignments)?)
     }

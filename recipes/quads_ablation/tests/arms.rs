@@ -150,6 +150,6 @@ fn a_declaration_that_cannot_be_run_is_refused_by_name() {
     let choose = "[series.choose]\nkey = \"trainer.learning_rate\"\ngrid = [1e-3]\narm = \"A\"\nseeds = [1]";
     refused(
         choose,
-        "trainer.learning_rate must be chosen with seeds that no arm runs with",
+        "] choose trainer.learning_rate: expected other seeds for the arms",
     );
 }

@@ -102,6 +102,7 @@ fn impossible_options_are_refused_before_anything_is_made() {
         ),
         (&["--seeds", "2,2"], 1, "each is to be given once"),
         (&["--jobs", "0"], 2, "0 is not in 1.."),
+        (&["--set", "=3"], 1, "--set =3: expected section.key=value"),
         (&["--set", "grpo.stepz=3"], 1, "unknown setting grpo.stepz"),
         (
             &["--set", "trainer.precision=fp8"],
@@ -141,6 +142,65 @@ fn a_list_shows_the_whole_declaration() {
     ] {
         assert!(said.contains(text), "{text}: {said}");
     }
+}
+
+#[test]
+fn an_arm_that_not_every_series_has_is_run_where_it_is() {
+    let said = text(&succeed(
+        program()
+            .args(["--arms", "G", "--dry-run", "--out"])
+            .arg(folder("some_series").join("none")),
+    ));
+    assert!(
+        said.contains("calm, seed 1, arm G") && !said.contains("rollout_old"),
+        "{said}"
+    );
+    let said = fail(
+        program()
+            .args(["--series", "scaling", "--arms", "G", "--dry-run", "--out"])
+            .arg(folder("no_series").join("none")),
+        1,
+    );
+    assert!(said.contains("--arms G: none of the series has them"), "{said}");
+}
+
+#[test]
+fn files_that_do_not_belong_together_are_no_results() {
+    let out = folder("mixed");
+    // Quotes, a space, and a letter of two characters: settings hold the folder's name.
+    let out = out.join("a \"b\" 'c' e\u{301}");
+    succeed(&mut tiny(&out, &["--arms", "A,B"]));
+    let found = results(&out);
+    assert!(
+        found.command.contains(" --set 'grpo.steps=8'") && !found.command.contains("precision"),
+        "{}",
+        found.command
+    );
+    let report = || {
+        let mut report = program();
+        report.args(["report", "--quick", "--out"]).arg(&out);
+        report
+    };
+    let file = |arm: &str| out.join("quick/seed_1").join(arm).join("arm.json");
+    let (one, other) = (fs::read(file("A")).unwrap(), fs::read_to_string(file("B")).unwrap());
+    fs::write(file("A"), &other).unwrap();
+    let said = fail(&mut report(), 1);
+    assert!(
+        said.contains("A/arm.json: the file of arm B, where that of arm A is expected"),
+        "{said}"
+    );
+    fs::write(file("A"), one).unwrap();
+    let rate = "\"trainer.learning_rate\":\"0.001\"";
+    assert!(other.contains(rate));
+    fs::write(file("B"), other.replace(rate, "\"trainer.learning_rate\":\"0.9\"")).unwrap();
+    let said = fail(&mut report(), 1);
+    assert!(
+        said.contains("were made with other settings: trainer.learning_rate was 0.001 and 0.9. Move one of them away"),
+        "{said}"
+    );
+    assert_eq!(results(&out), found, "what was there stays");
+    fs::write(file("B"), other).unwrap();
+    succeed(&mut report());
 }
 
 /// Starts the arms A and E, and waits until A has taken some steps.
@@ -191,6 +251,23 @@ fn interruptions_and_crashes_change_no_number() {
     }
     again(&out);
 
+    // A worker alone that is told to stop is no success, and nothing is lost.
+    let out = folder("stopped_worker");
+    let mut child = begin(&out);
+    if let Some(worker) = worker(&child, &out.join("quick/seed_1/A")) {
+        send(worker, "TERM");
+        let code = child.wait().unwrap().code();
+        let left = text(&succeed(&mut tiny(&out, &["--arms", "A,E", "--dry-run"])));
+        match left.starts_with("0 to run") {
+            // It was past its last step.
+            true => assert_eq!(code, Some(0)),
+            false => assert_eq!((code, left.contains("arm A (goes on)")), (Some(1), true), "{left}"),
+        }
+    } else {
+        child.wait().unwrap();
+    }
+    again(&out);
+
     // Ctrl-C, as kill sends it: to the one process. What goes on elsewhere needs no more than the last checkpoint.
     let out = folder("interrupted");
     let mut child = begin(&out);
@@ -233,6 +310,15 @@ fn a_warm_up_that_fails_takes_its_arms_with_it_and_nothing_else() {
     let results = results(&out);
     let seeds: Vec<_> = results.series[0].seeds.iter().map(|seed| seed.seed).collect();
     assert_eq!(seeds, [2]);
+
+    // The same where the arms of a seed should be.
+    fs::write(out.join("quick/seed_3"), "").unwrap();
+    let said = fail(&mut tiny(&out, &["--arms", "A", "--seeds", "2,3,4"]), 1);
+    assert!(
+        said.contains("failed: quick, seed 3, arm A: cannot make the folder"),
+        "{said}"
+    );
+    assert!(said.contains("quick, seed 4, arm A: "), "{said}");
 }
 
 /// On the real model: what must hold of the gaps at the end of its warm-up.
