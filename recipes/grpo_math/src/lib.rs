@@ -15,6 +15,7 @@ pub mod cli;
 pub mod config;
 pub mod console;
 pub mod drift;
+pub mod file_lock;
 pub mod fingerprint;
 pub mod finish;
 pub mod gap;

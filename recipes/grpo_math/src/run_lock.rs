@@ -1,9 +1,8 @@
-//! One process at a time works on a run. The lock is the operating system's: it goes when the process does, however that
-//! ends, and the empty file that carries it stays.
-use anyhow::{Context, Result, bail};
-use std::fs::{File, OpenOptions, TryLockError};
+//! One process at a time works on a run.
+use anyhow::{Result, bail};
+use std::fs::{File, TryLockError};
 
-use crate::{console, run_folder::RunFolder};
+use crate::{console, file_lock::FileLock, run_folder::RunFolder};
 
 /// Held by the process that works on a run.
 #[derive(Debug)]
@@ -14,30 +13,20 @@ pub struct RunLock {
 impl RunLock {
     /// Takes the lock of a run; refuses while another process has it.
     pub fn take(folder: &RunFolder) -> Result<Self> {
-        let path = folder.lock();
-        let file = OpenOptions::new()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .open(&path)
-            .with_context(|| format!("cannot write {}", path.display()))?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => bail!(
+        let file = match FileLock::take(&folder.lock())? {
+            FileLock::Taken(file) => file,
+            FileLock::Busy => bail!(
                 "another process is working on the run in {}: wait until it is done, or stop it (Ctrl-C or kill; it saves)",
                 folder.path().display()
             ),
-            // Some network file systems have no locks.
-            Err(TryLockError::Error(error)) if error.kind() == std::io::ErrorKind::Unsupported => {
+            FileLock::Unsupported(file) => {
                 console::err(format!(
                     "Warning: {} cannot be locked here; do not start a second process on this run.",
                     folder.path().display()
-                ))
+                ));
+                file
             }
-            Err(TryLockError::Error(error)) => {
-                return Err(error).with_context(|| format!("cannot lock {}", path.display()));
-            }
-        }
+        };
         Ok(Self { _file: file })
     }
 

@@ -1,6 +1,7 @@
 //! One process at a time runs the arms of a folder.
 use anyhow::{Context, Result, bail};
-use std::fs::{self, File, OpenOptions, TryLockError};
+use grpo_math::file_lock::FileLock;
+use std::fs::{self, File};
 
 use crate::layout::Layout;
 
@@ -19,21 +20,14 @@ impl Lock {
         let out = layout.out();
         fs::create_dir_all(out)
             .with_context(|| format!("cannot make the folder {} (another place: --out DIR)", out.display()))?;
-        let path = layout.lock();
-        let file = OpenOptions::new().create(true).truncate(false).write(true).open(&path);
-        let file = file.with_context(|| format!("cannot write {}", path.display()))?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => bail!(
+        let file = match FileLock::take(&layout.lock())? {
+            // Some network file systems have no locks; each run still warns of it by itself.
+            FileLock::Taken(file) | FileLock::Unsupported(file) => file,
+            FileLock::Busy => bail!(
                 "another process is running the arms in {}: wait until it is done, or stop it (Ctrl-C or kill; it saves)",
                 out.display()
             ),
-            // Some network file systems have no locks; each run is still locked for itself.
-            Err(TryLockError::Error(error)) if error.kind() == std::io::ErrorKind::Unsupported => {}
-            Err(TryLockError::Error(error)) => {
-                return Err(error).with_context(|| format!("cannot lock {}", path.display()));
-            }
-        }
+        };
         Ok(Self { _file: file })
     }
 }
