@@ -1,6 +1,10 @@
 //! Charts of a run, as SVG: each is a file of its own, and a part of the report that follows its colours.
 use plotters::{
-    coord::Shift,
+    chart::MeshStyle,
+    coord::{
+        Shift,
+        ranged1d::{Ranged, ValueFormatter},
+    },
     prelude::*,
     style::text_anchor::{HPos, Pos, VPos},
 };
@@ -127,15 +131,8 @@ impl Chart {
             .y_label_area_size(66)
             .build_cartesian_2d(first..last, low..high)?;
         let digits = digits_for(high - low);
-        chart
-            .configure_mesh()
+        style_mesh(&mut chart.configure_mesh(), text)
             .disable_x_mesh()
-            .max_light_lines(1)
-            .light_line_style(TRANSPARENT)
-            .bold_line_style(GRID)
-            .axis_style(INK)
-            .label_style(text.clone())
-            .axis_desc_style(text)
             .x_labels(7)
             .y_labels(6)
             .x_label_formatter(&|x| format!("{x:.0}"))
@@ -198,6 +195,24 @@ pub fn draw(
         root.present().map_err(|error| format!("chart {file}: {error}"))?;
     }
     Ok(svg)
+}
+
+/// Grid lines without finer ones between, ink for axes, one style for all text.
+pub fn style_mesh<'m, 'a, 'b, X, Y, DB>(
+    mesh: &'m mut MeshStyle<'a, 'b, X, Y, DB>,
+    text: TextStyle<'b>,
+) -> &'m mut MeshStyle<'a, 'b, X, Y, DB>
+where
+    X: Ranged<ValueType: Clone> + ValueFormatter<X::ValueType>,
+    Y: Ranged<ValueType: Clone> + ValueFormatter<Y::ValueType>,
+    DB: DrawingBackend,
+{
+    mesh.max_light_lines(1)
+        .light_line_style(TRANSPARENT)
+        .bold_line_style(GRID)
+        .axis_style(INK)
+        .label_style(text.clone())
+        .axis_desc_style(text)
 }
 
 /// What [`draw`] drew, as a file of its own.

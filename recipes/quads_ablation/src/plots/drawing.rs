@@ -1,6 +1,6 @@
 //! How a plot is drawn: lines with bands over the steps, lines with whiskers over a setting, or a dot a row. Colours,
 //! sizes and pages are those of `grpo_math`'s charts.
-use grpo_math::plots::{self, GRID, INK, LARGEST, SERIES, SIZE, digits_for};
+use grpo_math::plots::{self, INK, LARGEST, SERIES, SIZE, digits_for, style_mesh};
 use plotters::{
     coord::{
         Shift,
@@ -224,15 +224,8 @@ impl Plot {
             (at, ticks) if (x - at).abs() < 1e-6 && at >= 0.0 => ticks.get(at as usize).cloned().unwrap_or_default(),
             _ => String::new(),
         };
-        chart
-            .configure_mesh()
+        style_mesh(&mut chart.configure_mesh(), text)
             .disable_x_mesh()
-            .max_light_lines(1)
-            .light_line_style(TRANSPARENT)
-            .bold_line_style(GRID)
-            .axis_style(INK)
-            .label_style(text.clone())
-            .axis_desc_style(text)
             .x_labels(if ticks.is_empty() { 6 } else { ticks.len() })
             .y_labels(6)
             .x_label_formatter(&place)
@@ -303,15 +296,8 @@ impl Plot {
             .y_label_area_size(44)
             .build_cartesian_2d(low..high, (rows as f64 - 0.5)..-0.5)?;
         let digits = digits_for(high - low);
-        chart
-            .configure_mesh()
+        style_mesh(&mut chart.configure_mesh(), text.clone())
             .disable_y_mesh()
-            .max_light_lines(1)
-            .light_line_style(TRANSPARENT)
-            .bold_line_style(GRID)
-            .axis_style(INK)
-            .label_style(text.clone())
-            .axis_desc_style(text.clone())
             .y_labels(0)
             .x_labels(6)
             .x_label_formatter(&|x| format!("{x:.digits$}"))
