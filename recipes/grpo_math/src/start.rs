@@ -1,6 +1,6 @@
 //! Before a run's first step: all that can refuse it is looked at before anything of it is changed.
-use anyhow::{Context, Result, anyhow, bail};
-use std::path::Path;
+use anyhow::{Context, Result, bail};
+use std::path::{Path, PathBuf};
 
 use crate::{
     backend,
@@ -47,6 +47,15 @@ pub struct Resumed {
     pub layers: StepLines,
 }
 
+/// A run whose folder lacks what it would go on from.
+#[derive(Debug, thiserror::Error)]
+#[error("{reason}\nNothing was changed. Put it back as it was, or start a new run with --config {}", config.display())]
+pub struct CannotGoOn {
+    /// What is not there, or not whole.
+    pub reason: String,
+    config: PathBuf,
+}
+
 impl Start {
     /// A new run, in a folder of its own.
     pub fn new(config: Config) -> Result<Self> {
@@ -69,8 +78,9 @@ impl Start {
     /// that are damaged are named on the way.
     ///
     /// # Errors
-    /// When another process works on the run, it has no whole checkpoint, its settings or the lines of `metrics.jsonl` are
-    /// not those that the checkpoint belongs to, or it is asked for fewer steps than it has taken.
+    /// When another process works on the run, its settings are not those that the checkpoint belongs to, or it is asked for
+    /// fewer steps than it has taken; [`CannotGoOn`] when it has no whole checkpoint, or not the checkpoint's lines of
+    /// `metrics.jsonl`.
     pub fn resume(path: &Path, assignments: &[String]) -> Result<Self> {
         backend::find_device()?;
         let (folder, config) = RunFolder::open(path, assignments)?;
@@ -91,13 +101,10 @@ impl Start {
                 first = Some(checkpoint);
             }
         }
-        let history = History::read(&folder.metrics(), position, warmup_steps(&checkpoint)).map_err(|error| {
-            anyhow!(
-                "{}\nThe run cannot go on without its history, and nothing was changed. Put the file back as it was, or start \
-                 a new run with --config {}",
-                console::explain(&error),
-                folder.config().display()
-            )
+        let history = History::read(&folder.metrics(), position, warmup_steps(&checkpoint));
+        let history = history.map_err(|error| CannotGoOn {
+            reason: format!("{}; without its history the run cannot go on", console::explain(&error)),
+            config: folder.config(),
         })?;
         let problems = Problems::draw(&config)?;
         check_problems(&config, &problems, &checkpoint)?;
@@ -139,11 +146,11 @@ fn newest_checkpoint(folder: &RunFolder, config: &Config) -> Result<Checkpoint> 
         console::err(format!("Damaged, not used: {path} ({})", checkpoint.reason));
     }
     let Some(checkpoint) = newest else {
-        bail!(
-            "{} has no checkpoint to go on from: start a new run with --config {}",
-            folder.path().display(),
-            folder.config().display()
-        );
+        return Err(CannotGoOn {
+            reason: format!("{} has no whole checkpoint to go on from", folder.path().display()),
+            config: folder.config(),
+        }
+        .into());
     };
     check_fingerprint(folder, config, &checkpoint)?;
     Ok(checkpoint)

@@ -135,7 +135,10 @@ fn a_run_without_its_metrics_or_checkpoints_says_so() {
     );
     fs::remove_dir_all(run.join("checkpoints")).unwrap();
     refused(&["gap", "--run", path], &["step_0000: the run has none"]);
-    refused(&["--resume", path], &["has no checkpoint to go on from", "--config"]);
+    refused(
+        &["--resume", path],
+        &["has no whole checkpoint to go on from", "start a new run with --config"],
+    );
     fs::remove_file(run.join("metrics.jsonl")).unwrap();
     refused(
         &["report", "--run", path],

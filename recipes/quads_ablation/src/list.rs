@@ -72,19 +72,14 @@ pub fn list(series: &[Series]) -> String {
 /// # Errors
 /// When something was made with other settings, or cannot be read.
 pub fn dry_run(plan: &Plan) -> Result<String> {
-    let mut text = String::new();
-    let (mut done, mut left) = (0, 0);
-    for job in plan.jobs() {
-        plan.check_settings(&job)?;
-        match plan.state(&job)? {
-            State::Done => {
-                done += 1;
-                continue;
-            }
-            State::Begun => writeln!(text, "  {} (goes on)", job.name())?,
-            State::Missing => writeln!(text, "  {}", job.name())?,
-        }
-        left += 1;
+    let (left, done) = plan.left()?;
+    let mut text = format!("{} to run, {done} done\n", left.len());
+    for (job, state) in &left {
+        let more = match state {
+            State::Begun => " (goes on)",
+            State::Done | State::Missing => "",
+        };
+        writeln!(text, "  {}{more}", job.name())?;
     }
-    Ok(format!("{left} to run, {done} done\n{text}"))
+    Ok(text)
 }

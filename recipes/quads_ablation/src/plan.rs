@@ -5,6 +5,8 @@ use grpo_math::{
     checkpoints::Checkpoints,
     config::{Config, Layers},
     metrics::Position,
+    run_folder::RunFolder,
+    run_lock::RunLock,
 };
 use std::{collections::BTreeSet, path::PathBuf};
 
@@ -129,6 +131,35 @@ impl Plan {
         jobs
     }
 
+    /// What is not done yet, in the order of [`Plan::jobs`], and how much is done. A warm-up is left only where something that
+    /// is not done starts from it.
+    ///
+    /// # Errors
+    /// When something was made with other settings, or a file cannot be read.
+    pub fn left(&self) -> Result<(Vec<(Job, State)>, usize)> {
+        let (mut left, mut done) = (Vec::new(), 0);
+        for job in self.jobs() {
+            self.check_settings(&job)?;
+            match self.state(&job)? {
+                State::Done => done += 1,
+                state => left.push((job, state)),
+            }
+        }
+        let needed: BTreeSet<PathBuf> = left.iter().filter_map(|(job, _)| self.warmup_of(job)).collect();
+        left.retain(|(job, _)| !job.is_warmup() || needed.contains(&self.path(job)));
+        Ok((left, done))
+    }
+
+    /// The folder of the warm-up that a job starts from; a warm-up starts from none.
+    pub fn warmup_of(&self, job: &Job) -> Option<PathBuf> {
+        match job {
+            Job::Warmup { .. } => None,
+            Job::Gaps { series, seed } | Job::Arm { series, seed, .. } => {
+                Some(self.layout.warmup(&self.warmup_name(series), *seed))
+            }
+        }
+    }
+
     /// The first declared series with the same warm-up, whose name it has.
     fn warmup_name(&self, series: &Series) -> String {
         let settings = warmup_settings(&series.settings);
@@ -227,7 +258,7 @@ impl Plan {
             } => {
                 let mut all = self.of_series(series, tried.as_deref())?;
                 all.extend(seed_and_device(*seed));
-                let warmup = self.layout.warmup(&self.warmup_name(series), *seed);
+                let warmup = self.warmup_of(job).context("an arm starts from a warm-up")?;
                 // Runs that are resumed from elsewhere must find it.
                 let warmup = std::path::absolute(&warmup).unwrap_or(warmup);
                 all.push(format!(
@@ -307,19 +338,21 @@ impl Plan {
     /// # Errors
     /// When a file of a choice cannot be read or written.
     pub fn is_ready(&self, job: &Job) -> Result<bool> {
-        let warm = |series: &Series, seed: u64| {
-            let warmup = self.layout.warmup(&self.warmup_name(series), seed);
-            Checkpoints::new(warmup.join("checkpoints"))
-                .path(Position::Grpo(0))
-                .is_dir()
-        };
+        let ended = |warmup: PathBuf| Checkpoints::new(warmup.join("checkpoints")).path(Position::Grpo(0));
+        let warm = self.warmup_of(job).is_none_or(|warmup| ended(warmup).is_dir());
         Ok(match job {
-            Job::Warmup { .. } => true,
-            Job::Gaps { series, seed } => warm(series, *seed),
             Job::Arm {
-                series, seed, tried, ..
-            } => warm(series, *seed) && (tried.is_some() || self.chosen(series)?.is_some()),
+                series, tried: None, ..
+            } => warm && self.chosen(series)?.is_some(),
+            _ => warm,
         })
+    }
+
+    /// Whether a living process works on its run: the worker of a call that was killed, which saves after its step, or somebody
+    /// who resumes the run by hand.
+    pub fn is_held(&self, job: &Job) -> bool {
+        let is_run = !matches!(job, Job::Gaps { .. });
+        is_run && RunLock::is_held(&RunFolder::at(&self.path(job)))
     }
 
     /// What a process is told; `given_up` says why an arm will take no more steps.
@@ -336,8 +369,10 @@ impl Plan {
                     assignments,
                 },
             },
-            Job::Gaps { series, seed } => Work::Gaps {
-                warmup: self.layout.warmup(&self.warmup_name(series), *seed),
+            Job::Gaps { series, .. } => Work::Gaps {
+                warmup: self
+                    .warmup_of(job)
+                    .context("gaps are measured at the end of a warm-up")?,
                 name: self.warmup_name(series),
                 assignments,
                 completions: series.gap_completions,
@@ -428,6 +463,11 @@ impl Job {
                 _ => format!("{}, seed {seed}, arm {}", series.name, arm.letter),
             },
         }
+    }
+
+    /// Whether others start from it.
+    pub fn is_warmup(&self) -> bool {
+        matches!(self, Self::Warmup { .. })
     }
 
     /// Whether it is an arm of the table.

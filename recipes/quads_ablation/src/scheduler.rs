@@ -2,6 +2,7 @@
 use anyhow::{Context, Result};
 use grpo_math::{console, interrupt::Interrupt, results::duration};
 use std::{
+    collections::BTreeSet,
     fs::{self, File, OpenOptions},
     io::{IsTerminal, Write},
     path::{Path, PathBuf},
@@ -12,7 +13,7 @@ use std::{
 
 use crate::{
     layout::log_file,
-    plan::{Job, Plan, State},
+    plan::{Job, Plan},
 };
 
 /// Between two looks at the processes.
@@ -41,22 +42,16 @@ pub struct Report {
 /// # Errors
 /// When something was made with other settings, before anything is started; when no process can be started.
 pub fn run(plan: &Plan, width: Width, interrupt: &Interrupt) -> Result<Report> {
-    let mut waiting = Vec::new();
-    let jobs = plan.jobs();
-    let (all, mut done) = (jobs.len(), 0);
-    for job in jobs {
-        plan.check_settings(&job)?;
-        match plan.state(&job)? {
-            State::Done => done += 1,
-            _ => waiting.push((job, None)),
-        }
-    }
+    let (left, done) = plan.left()?;
+    let waiting: Vec<_> = left.into_iter().map(|(job, _)| (job, None)).collect();
+    let all = waiting.len() + done;
     let left = waiting.iter().map(|(job, _)| plan.weight(job)).sum();
     let mut scheduler = Scheduler {
         plan,
         width,
         waiting,
         running: Vec::new(),
+        held: BTreeSet::new(),
         stopped: Vec::new(),
         report: Report::default(),
         line: Line::new(all, done, left, width.jobs),
@@ -64,6 +59,7 @@ pub fn run(plan: &Plan, width: Width, interrupt: &Interrupt) -> Result<Report> {
     scheduler.line.show(0, "");
     let mut forwarded = false;
     loop {
+        let mut held = false;
         scheduler.reap()?;
         if interrupt.is_requested() {
             if !forwarded {
@@ -73,9 +69,9 @@ pub fn run(plan: &Plan, width: Width, interrupt: &Interrupt) -> Result<Report> {
             }
             scheduler.report.interrupted = true;
         } else {
-            scheduler.start()?;
+            held = scheduler.start()?;
         }
-        if scheduler.running.is_empty() {
+        if scheduler.running.is_empty() && !held {
             break;
         }
         sleep(LOOK_EVERY);
@@ -101,6 +97,8 @@ struct Scheduler<'a> {
     /// Jobs with the reason for which an arm is given up, if it is.
     waiting: Vec<(Job, Option<String>)>,
     running: Vec<Running>,
+    /// Jobs that another process works on, by name: each was told of once.
+    held: BTreeSet<String>,
     /// Jobs whose processes were told to stop; an interruption only where this program was told, too.
     stopped: Vec<String>,
     report: Report,
@@ -164,11 +162,23 @@ impl Scheduler<'_> {
         }
     }
 
-    /// Starts what is ready, as far as there is room.
-    fn start(&mut self) -> Result<()> {
-        let mut index = 0;
+    /// Starts what is ready, as far as there is room. Tells whether something waits for a process that is not ours.
+    fn start(&mut self) -> Result<bool> {
+        let (mut index, mut held) = (0, false);
         while index < self.waiting.len() && self.running.len() < self.width.jobs {
-            if !self.plan.is_ready(&self.waiting[index].0)? {
+            let job = &self.waiting[index].0;
+            if self.awaits_warmup(job) || !self.plan.is_ready(job)? {
+                index += 1;
+                continue;
+            }
+            if self.plan.is_held(job) {
+                held = true;
+                let name = job.name();
+                if self.held.insert(name.clone()) {
+                    let says =
+                        "another process still works on its run (of a call that was killed?): waits until that ends";
+                    self.line.show(self.running.len(), &format!("{name}: {says}"));
+                }
                 index += 1;
                 continue;
             }
@@ -184,7 +194,17 @@ impl Scheduler<'_> {
                 }
             }
         }
-        Ok(())
+        Ok(held)
+    }
+
+    /// Whether the warm-up that a job starts from is still to be made, or made again because its checkpoint is damaged.
+    fn awaits_warmup(&self, job: &Job) -> bool {
+        let Some(warmup) = self.plan.warmup_of(job) else {
+            return false;
+        };
+        let waiting = self.waiting.iter().map(|(job, _)| job);
+        let mut undone = waiting.chain(self.running.iter().map(|running| &running.job));
+        undone.any(|job| job.is_warmup() && self.plan.path(job) == warmup)
     }
 
     fn spawn(&self, job: Job, given_up: Option<String>) -> Result<Running> {

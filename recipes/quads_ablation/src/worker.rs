@@ -10,7 +10,8 @@ use grpo_math::{
     metrics::Position,
     run::{Outcome, run},
     run_folder::RunFolder,
-    start::Start,
+    run_lock::RunLock,
+    start::{CannotGoOn, Start},
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -168,16 +169,28 @@ fn diverged(error: &Error) -> bool {
     })
 }
 
+/// An arm or a warm-up is made anew by removing it, not as a new run of `grpo_math`.
+fn advised(error: Error, folder: &Path) -> Error {
+    match error.downcast_ref::<CannotGoOn>() {
+        Some(CannotGoOn { reason, .. }) => anyhow!(
+            "{reason}. Put it back as it was, or remove {}: the same command then runs it anew",
+            folder.display()
+        ),
+        None => error,
+    }
+}
+
 /// Runs from the beginning, or from the newest checkpoint that the folder has.
 fn take_up(run_of: &Run, stop: &dyn Fn(Position) -> bool) -> Result<(RunFolder, Outcome)> {
     let folder = &run_of.folder;
     let begun =
         folder.join("config.toml").is_file() && !Checkpoints::new(folder.join("checkpoints")).positions()?.is_empty();
     let start = match begun {
-        true => Start::resume(folder, &[])?,
+        true => Start::resume(folder, &[]).map_err(|error| advised(error, folder))?,
         false => {
-            // A process that died before its first checkpoint leaves nothing to go on from.
+            // A process that died before its first checkpoint leaves nothing to go on from; one that lives is left alone.
             if folder.exists() {
+                drop(RunLock::take(&RunFolder::at(folder))?);
                 fs::remove_dir_all(folder).with_context(|| format!("cannot remove {}", folder.display()))?;
             }
             Start::new(run_of.config()?)?

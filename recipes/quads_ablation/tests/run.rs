@@ -67,6 +67,15 @@ fn a_run_leaves_results_and_is_never_repeated() {
     assert!(said.contains("5 of 5 done") && !said.contains("arm A:"), "{said}");
     let said = text(&succeed(&mut tiny(&out, &["--arms", "A,C", "--dry-run"])));
     assert!(said.starts_with("1 to run, 3 done\n  quick, seed 1, arm C"), "{said}");
+    // A warm-up that nothing starts from any more is not made again.
+    fs::remove_dir_all(out.join("warmups")).unwrap();
+    let said = text(&succeed(&mut tiny(&out, &["--arms", "A,B,E"])));
+    assert!(said.contains("4 of 4 done") && !out.join("warmups").exists(), "{said}");
+    let said = text(&succeed(&mut tiny(&out, &["--arms", "A,C", "--dry-run"])));
+    assert!(
+        said.starts_with("2 to run, 2 done\n  warm-up quick, seed 1\n  quick, seed 1, arm C"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -292,6 +301,73 @@ fn interruptions_and_crashes_change_no_number() {
         wait_for("the worker to end", || !std::path::Path::new(&status).exists());
     }
     again(&out);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn an_arm_that_another_process_works_on_is_waited_for() {
+    let whole = undisturbed();
+    let out = folder("held");
+    let mut killed = begin(&out);
+    let run = out.join("quick/seed_1/A");
+    let Some(worker) = worker(&killed, &run) else {
+        // It was done before it could be held.
+        killed.wait().unwrap();
+        return;
+    };
+    // The worker is there, and holds its run, when its parent is gone.
+    send(worker, "STOP");
+    send(killed.id(), "KILL");
+    killed.wait().unwrap();
+    let said = out.join("said");
+    let mut again = tiny(&out, &["--arms", "A,E"])
+        .stdout(Stdio::null())
+        .stderr(fs::File::create(&said).unwrap())
+        .spawn()
+        .unwrap();
+    let told = || fs::read_to_string(&said).unwrap();
+    wait_for("what is said of the arm", || {
+        told().contains("quick, seed 1, arm A: another process still works on its run")
+    });
+    // The others are not held up by it.
+    wait_for("arm E", || out.join("quick/seed_1/E/arm.json").is_file());
+    assert!(!run.join("arm.json").exists() && again.try_wait().unwrap().is_none());
+    send(worker, "CONT");
+    assert_eq!(again.wait().unwrap().code(), Some(0), "{}", told());
+    assert_eq!(results(&out), whole);
+    assert_eq!(told().matches("another process").count(), 1, "{}", told());
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn an_arm_that_cannot_go_on_says_how_it_is_run_anew() {
+    let out = folder("damaged_arm");
+    let mut child = begin(&out);
+    send(child.id(), "INT");
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    let run = out.join("quick/seed_1/A");
+    assert!(!run.join("arm.json").exists(), "it was interrupted");
+    for checkpoint in fs::read_dir(run.join("checkpoints")).unwrap() {
+        fs::write(checkpoint.unwrap().path().join("model.safetensors"), "x").unwrap();
+    }
+    let said = fail(&mut tiny(&out, &["--arms", "A"]), 1);
+    let expected = format!(
+        "{} has no whole checkpoint to go on from. Put it back as it was, or remove {}: the same command then runs it anew",
+        run.display(),
+        run.display()
+    );
+    assert!(said.contains(&expected) && !said.contains("--config"), "{said}");
+    fs::remove_dir_all(&run).unwrap();
+    succeed(&mut tiny(&out, &["--arms", "A"]));
+
+    // A warm-up that is damaged is named before its arms start from it.
+    let warmup = out.join("warmups/quick/seed_1");
+    for checkpoint in fs::read_dir(warmup.join("checkpoints")).unwrap() {
+        fs::write(checkpoint.unwrap().path().join("model.safetensors"), "x").unwrap();
+    }
+    let said = fail(&mut tiny(&out, &["--arms", "A,B", "--jobs", "2"]), 1);
+    let expected = format!("or remove {}: the same command then runs it anew", warmup.display());
+    assert!(said.contains(&expected) && !said.contains("--config"), "{said}");
 }
 
 #[cfg(target_os = "linux")]
