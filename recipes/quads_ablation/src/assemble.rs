@@ -6,11 +6,11 @@ use std::{
 };
 
 use crate::{
-    arms::ARMS,
-    files::{self, ArmFile, GapsFile},
+    arms::{ARMS, Arm},
+    files::{self, ArmFile, GapsFile, device_of},
     layout::{Layout, arm_file},
     machine,
-    results::{Machine, Results, Seed, Series},
+    results::{ArmRun, Chosen, Machine, Results, Seed, Series},
     series::{self, DEFAULTS, Settings},
 };
 
@@ -24,7 +24,15 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
     let mut total_s = 0.0;
     for series in declared {
         let mut seeds = Vec::new();
-        let mut settings: Option<(PathBuf, Settings)> = None;
+        let choice = match &series.choice {
+            Some(_) => files::read::<Chosen>(&layout.choice(&series.name))?,
+            None => None,
+        };
+        let mut settings = choice
+            .as_ref()
+            .and_then(|choice| run_of_choice(layout, series, choice).transpose())
+            .transpose()?;
+        let mut of_gaps = None;
         for seed in seeds_of(layout, &series.name)? {
             let mut runs = Vec::new();
             let mut warmup_steps = 0;
@@ -41,7 +49,8 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
                         arm.letter
                     );
                 }
-                processors.extend(file.processor);
+                let host = file.host();
+                processors.extend(host.as_ref().and_then(|host| host.processor.clone()));
                 devices.extend(device_of(&file.settings));
                 total_s += file.run.wall_s;
                 warmup_steps = file.warmup_steps;
@@ -50,7 +59,7 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
                     Some((other, first)) => check_same(other, first, &run, &own)?,
                     None => settings = Some((run, own)),
                 }
-                runs.push(file.run);
+                runs.push(ArmRun { host, ..file.run });
             }
             let gaps = files::read::<GapsFile>(&layout.gaps(&series.name, seed))?;
             if let Some(gaps) = &gaps {
@@ -58,6 +67,7 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
                 devices.extend(device_of(&gaps.settings));
                 // Series share warm-ups.
                 warmups.insert((gaps.warmup.clone(), seed), gaps.warmup_s);
+                of_gaps.get_or_insert_with(|| gaps.settings.clone());
             }
             if gaps.is_some() || !runs.is_empty() {
                 seeds.push(Seed {
@@ -68,11 +78,15 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
                 });
             }
         }
-        if !seeds.is_empty() {
+        if !seeds.is_empty() || choice.is_some() {
             all.push(Series {
                 name: series.name.clone(),
                 about: series.about.clone(),
-                settings: settings.map_or_else(|| series.settings.clone(), |(_, settings)| settings),
+                settings: match settings {
+                    Some((_, settings)) => settings,
+                    None => settings_without_arms(series, of_gaps, choice.as_ref())?,
+                },
+                choice,
                 seeds,
             });
         }
@@ -99,9 +113,36 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
     Ok(results)
 }
 
-/// `run.device` of some settings, without its quotes.
-fn device_of(settings: &Settings) -> Option<String> {
-    Some(settings.get("run.device")?.trim_matches('"').to_string())
+/// A run that helped to choose the value that was taken, where it is still there, with the settings of its series.
+fn run_of_choice(layout: &Layout, series: &series::Series, choice: &Chosen) -> Result<Option<(PathBuf, Settings)>> {
+    let (Some(arm), Some(seed)) = (Arm::find(&choice.arm), choice.seeds.first()) else {
+        return Ok(None);
+    };
+    let run = layout.choice_arm(&series.name, &choice.chosen, *seed, arm);
+    let file = files::read::<ArmFile>(&arm_file(&run))?;
+    Ok(file.map(|file| (run, of_series(&file.settings, series))))
+}
+
+/// Settings of a series none of whose arms is there: those of its gaps, or as they are declared. A setting that is chosen is among
+/// them when it has been.
+fn settings_without_arms(
+    series: &series::Series,
+    of_gaps: Option<Settings>,
+    choice: Option<&Chosen>,
+) -> Result<Settings> {
+    let all = match of_gaps {
+        Some(settings) => settings,
+        None => series::all_settings(&series.assignments())?,
+    };
+    let mut settings = of_series(&all, series);
+    if let Some(declared) = &series.choice {
+        settings.remove(&declared.key);
+    }
+    if let Some(Chosen { key, chosen, .. }) = choice {
+        let written = series::all_settings(&[format!("{key}={chosen}")])?;
+        settings.extend(written.get(key).map(|value| (key.clone(), value.clone())));
+    }
+    Ok(settings)
 }
 
 /// Arms of a series differ in what their table says and in nothing else, wherever they were run.
@@ -173,6 +214,9 @@ fn command(series: &[Series], declared: &[series::Series], quick: bool) -> Resul
         let Some(declared) = declared.iter().find(|declared| declared.name == found.name) else {
             continue;
         };
+        if found.seeds.is_empty() {
+            continue;
+        }
         let ran: Vec<u64> = found.seeds.iter().map(|seed| seed.seed).collect();
         seeds.insert((ran != declared.seeds).then_some(ran));
         settings.insert(changed(&found.settings, declared)?);
@@ -212,6 +256,81 @@ fn changed(settings: &Settings, declared: &series::Series) -> Result<Settings> {
 mod tests {
     use super::*;
     use crate::series::{DECLARED, Declaration, all_settings};
+
+    #[test]
+    fn a_choice_is_in_the_results_before_and_with_its_arms() {
+        let out = std::env::temp_dir().join(format!("quads_ablation_{}_assembled_choice", std::process::id()));
+        let _ = std::fs::remove_dir_all(&out);
+        let layout = Layout::new(out.clone());
+        let declared = Declaration::read(DECLARED, false).unwrap().series;
+        let hard = declared.iter().find(|series| series.name == "hard").unwrap();
+        let choice = crate::synthetic::choice();
+        files::write(&layout.choice("hard"), &choice).unwrap();
+        let assembled = || results(&layout, &declared, "cpu", false);
+        let alone = assembled().unwrap();
+        let [series] = &alone.series[..] else {
+            panic!("one series");
+        };
+        assert_eq!((series.name.as_str(), series.seeds.len()), ("hard", 0));
+        assert_eq!(series.choice.as_ref(), Some(&choice));
+        assert!(alone.command.ends_with(" -- --series hard"), "{}", alone.command);
+        // They are the settings that its arms will have.
+        let rate = |value: &str| [hard.assignments(), vec![format!("trainer.learning_rate={value}")]].concat();
+        let arm = |value: &str, arm: &'static Arm| {
+            let run = crate::synthetic::series("hard", &crate::synthetic::ARMS, [1, 4, 8]).seeds[0].arms[0].clone();
+            ArmFile {
+                complete: true,
+                settings: all_settings(&crate::gaps::of_arm(&rate(value), arm)).unwrap(),
+                warmup_steps: 1,
+                processor: None,
+                run: ArmRun {
+                    arm: arm.letter.into(),
+                    ..run
+                },
+            }
+        };
+        let put = |value: &str, letter: &'static Arm| {
+            let run = layout.arm("hard", 1, letter);
+            files::write(&arm_file(&run), &arm(value, letter)).unwrap();
+        };
+        put("1e-4", &ARMS[0]);
+        let with_arm = assembled().unwrap();
+        assert_eq!(with_arm.series[0].settings, series.settings);
+        assert_eq!(with_arm.series[0].choice.as_ref(), Some(&choice));
+        // Arms that were run with another value are not those of this choice.
+        put("3e-4", &ARMS[0]);
+        let error = format!("{:#}", assembled().unwrap_err());
+        assert!(
+            error.contains("trainer.learning_rate = 1e-4 was chosen, and 0.0003 is what its arms were run with"),
+            "{error}"
+        );
+        // Nor are those whose choice was made with other settings.
+        put("1e-4", &ARMS[0]);
+        let mut other = arm("1e-4", &ARMS[0]);
+        other.settings.insert("grpo.steps".into(), "7".into());
+        let tried = layout.choice_arm("hard", "1e-4", 101, &ARMS[0]);
+        files::write(&arm_file(&tried), &other).unwrap();
+        let error = format!("{:#}", assembled().unwrap_err());
+        assert!(error.contains("other settings: grpo.steps was 7 and 100"), "{error}");
+        std::fs::remove_dir_all(out).unwrap();
+    }
+
+    /// Otherwise what is measured anew would be refused by their files.
+    #[test]
+    fn results_in_the_repository_have_the_settings_that_are_declared() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/results");
+        let declared = Declaration::read(DECLARED, false).unwrap().series;
+        let kept = crate::page::read(&folder).unwrap();
+        for found in kept.iter().flat_map(|kept| &kept.results.series) {
+            let series = declared.iter().find(|series| series.name == found.name).unwrap();
+            let mut assignments = series.assignments();
+            if let Some(choice) = &series.choice {
+                assignments.push(format!("{}={}", choice.key, found.settings[&choice.key]));
+            }
+            let settings = of_series(&all_settings(&assignments).unwrap(), series);
+            assert_eq!(found.settings, settings, "{}", found.name);
+        }
+    }
 
     #[test]
     fn families_tell_their_setting_even_where_it_is_the_default() {

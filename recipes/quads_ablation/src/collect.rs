@@ -18,7 +18,7 @@ use std::fs;
 
 use crate::{
     collapse,
-    files::ArmFile,
+    files::{ArmFile, device_of},
     machine,
     results::{Answers, ArmRun, Curve, Evaluation, LayerError},
     series::all_settings,
@@ -109,11 +109,11 @@ pub fn arm(
         Position::Grpo(step) if step < steps => format!(" (judged by its checkpoint of step {step})"),
         _ => String::new(),
     };
+    let settings = all_settings(&run.assignments)?;
     Ok(Some(ArmFile {
         complete: true,
-        settings: all_settings(&run.assignments)?,
         warmup_steps: last.state.warmup_steps,
-        processor: machine::processor(),
+        processor: None,
         run: ArmRun {
             arm: letter.into(),
             start,
@@ -125,7 +125,9 @@ pub fn arm(
             curve,
             layers: layers(&folder)?,
             wall_s: wall_s(&folder, &last)?,
+            host: device_of(&settings).map(machine::host),
         },
+        settings,
     }))
 }
 

@@ -1,11 +1,12 @@
-//! `arm.json`, `gaps.json` and `choice.json`: small files that can be carried from one machine to another.
+//! `arm.json` and `gaps.json`: small files that can be carried from one machine to another, as `choice.json`, a
+//! [`Chosen`](crate::results::Chosen), can.
 use anyhow::{Context, Result};
 use grpo_math::atomic_write::write_atomically;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::{fs, path::Path};
 
 use crate::{
-    results::{ArmRun, Gap},
+    results::{ArmRun, Gap, Host},
     series::Settings,
 };
 
@@ -18,10 +19,30 @@ pub struct ArmFile {
     pub settings: Settings,
     /// Steps of the warm-up.
     pub warmup_steps: usize,
-    /// What it ran on.
+    /// The processor, in files of before [`ArmRun::host`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub processor: Option<String>,
     /// What `results.json` says of it.
     pub run: ArmRun,
+}
+
+impl ArmFile {
+    /// What the arm's last steps ran on, as far as the file tells.
+    pub fn host(&self) -> Option<Host> {
+        let before = || {
+            Some(Host {
+                processor: Some(self.processor.clone()?),
+                processors: None,
+                device: device_of(&self.settings)?,
+            })
+        };
+        self.run.host.clone().or_else(before)
+    }
+}
+
+/// `run.device` of some settings, without its quotes.
+pub fn device_of(settings: &Settings) -> Option<String> {
+    Some(settings.get("run.device")?.trim_matches('"').to_string())
 }
 
 /// What a warm-up leaves, for the arms of a series.
@@ -41,32 +62,6 @@ pub struct GapsFile {
     pub accuracy: f64,
     /// By arm.
     pub gaps: Vec<Gap>,
-}
-
-/// A setting that was chosen.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct ChoiceFile {
-    /// How.
-    pub rule: String,
-    /// The setting.
-    pub key: String,
-    /// The arm that decided.
-    pub arm: String,
-    /// Its seeds.
-    pub seeds: Vec<u64>,
-    /// What was tried.
-    pub tried: Vec<Tried>,
-    /// The value that all arms run with.
-    pub chosen: String,
-}
-
-/// One value of a setting.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Tried {
-    /// The value.
-    pub value: String,
-    /// Pass@1 at the end, in the arm's own precision, by seed.
-    pub pass_at_1: Vec<f64>,
 }
 
 /// Reads one of these files; `None` where there is none.
@@ -92,4 +87,34 @@ pub fn write<T: Serialize>(path: &Path, value: &T) -> Result<()> {
         fs::create_dir_all(folder).with_context(|| format!("cannot make the folder {}", folder.display()))?;
     }
     write_atomically(path, &serde_json::to_vec(value)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::synthetic;
+
+    #[test]
+    fn an_arm_tells_its_machine_as_far_as_its_file_does() {
+        let run = synthetic::series("calm", &synthetic::ARMS, [1, 4, 8]).seeds[0].arms[0].clone();
+        let mut file = ArmFile {
+            complete: true,
+            settings: Settings::from([("run.device".into(), "\"cpu\"".into())]),
+            warmup_steps: 1,
+            processor: None,
+            run,
+        };
+        let read = |file: &ArmFile| -> ArmFile { serde_json::from_str(&serde_json::to_string(file).unwrap()).unwrap() };
+        assert_eq!(read(&file).host(), None);
+        // As it was written before machines were recorded whole.
+        file.processor = Some("old".into());
+        let host = |processor: &str, processors| Host {
+            processor: Some(processor.into()),
+            processors,
+            device: "cpu".into(),
+        };
+        assert_eq!(read(&file).host(), Some(host("old", None)));
+        file.run.host = Some(host("new", Some(4)));
+        assert_eq!(read(&file).host(), Some(host("new", Some(4))));
+    }
 }

@@ -12,9 +12,10 @@ use std::{collections::BTreeSet, path::PathBuf};
 
 use crate::{
     arms::Arm,
-    files::{self, ArmFile, ChoiceFile, GapsFile, Tried},
+    files::{self, ArmFile, GapsFile},
     gaps::of_arm,
     layout::{Layout, arm_file},
+    results::{Chosen, Tried},
     series::{Series, Settings, all_settings, assignments, warmup_settings},
     worker::{Run, Work},
 };
@@ -179,7 +180,7 @@ impl Plan {
             return Ok(Some(None));
         };
         let path = self.layout.choice(&series.name);
-        if let Some(file) = files::read::<ChoiceFile>(&path)? {
+        if let Some(file) = files::read::<Chosen>(&path)? {
             if file.key != choice.key || !choice.grid.contains(&file.chosen) {
                 bail!(
                     "{}: {} = {} was chosen, which the declaration does not offer; use another --out",
@@ -211,7 +212,7 @@ impl Plan {
             _ => Some(tried),
         });
         let chosen = best.context("a choice has values")?.value.clone();
-        let file = ChoiceFile {
+        let file = Chosen {
             rule: RULE.into(),
             key: choice.key.clone(),
             arm: choice.arm.letter.into(),
@@ -530,6 +531,7 @@ mod tests {
                 curve: Curve::default(),
                 layers: vec![],
                 wall_s: 0.0,
+                host: None,
             },
         }
     }
@@ -568,7 +570,7 @@ mod tests {
             plan.chosen(hard).unwrap(),
             Some(Some((choice.key.clone(), chosen.clone())))
         );
-        let file: ChoiceFile = files::read(&plan.layout.choice("hard")).unwrap().unwrap();
+        let file: Chosen = files::read(&plan.layout.choice("hard")).unwrap().unwrap();
         assert_eq!(
             (file.chosen, file.tried[1].pass_at_1.clone()),
             (chosen.clone(), vec![0.8, 0.4])

@@ -7,6 +7,7 @@ use std::{fmt::Write, fs, path::Path};
 use crate::{
     answer,
     arms::ARMS,
+    machine,
     plots::{self, Plot, Section},
     results::{Results, Series},
     statistics::READING,
@@ -152,24 +153,16 @@ fn write_plots(page: &mut String, plots: &[Plot]) -> Result<()> {
 }
 
 fn write_declared(page: &mut String, results: &Results) -> std::fmt::Result {
-    let machine = &results.machine;
-    let processor = machine.processor.as_deref().unwrap_or("an unnamed processor");
     let facts = [
         ("collapse", COLLAPSE_RULE.to_string()),
         ("intervals", READING.to_string()),
         ("command", results.command.clone()),
-        (
-            "machine",
-            format!(
-                "{processor}, {} processors used, device {}",
-                machine.processors, machine.device
-            ),
-        ),
+        ("machine", machine::told(results)),
         (
             "time",
             format!(
                 "{}, the arms' and warm-ups' wall times added up",
-                duration(machine.total_s)
+                duration(results.machine.total_s)
             ),
         ),
     ];

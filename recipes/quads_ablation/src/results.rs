@@ -39,6 +39,17 @@ pub struct Machine {
     pub total_s: f64,
 }
 
+/// What one arm was run on.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Host {
+    /// Name of the processor, where the system tells.
+    pub processor: Option<String>,
+    /// Processors that the run could use; absent where the name alone was recorded.
+    pub processors: Option<usize>,
+    /// `cpu`, `cuda:0` or `vulkan`.
+    pub device: String,
+}
+
 /// Arms under the same declared settings, for some seeds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Series {
@@ -48,8 +59,38 @@ pub struct Series {
     pub about: String,
     /// Settings of `grpo_math` that differ from its defaults, the same for every arm.
     pub settings: BTreeMap<String, String>,
+    /// The setting that one arm alone chose before the others ran, where it is known how.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub choice: Option<Chosen>,
     /// By seed.
     pub seeds: Vec<Seed>,
+}
+
+/// A setting that one arm chose; `choice.json` has the same form.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Chosen {
+    /// How.
+    pub rule: String,
+    /// The setting.
+    pub key: String,
+    /// The arm that decided.
+    pub arm: String,
+    /// Its seeds.
+    pub seeds: Vec<u64>,
+    /// What was tried.
+    pub tried: Vec<Tried>,
+    /// The value that all arms run with.
+    pub chosen: String,
+}
+
+/// One value of a setting.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Tried {
+    /// The value.
+    pub value: String,
+    /// Pass@1 at the end, in the arm's own precision, by seed.
+    #[serde(with = "numbers")]
+    pub pass_at_1: Vec<f64>,
 }
 
 /// The arms that started from one warm-up checkpoint.
@@ -119,6 +160,9 @@ pub struct ArmRun {
     /// Wall time, in seconds.
     #[serde(with = "number")]
     pub wall_s: f64,
+    /// What its last steps ran on, where that was recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<Host>,
 }
 
 /// Held-out problems answered by a policy in several precisions, one sample a problem, the same random numbers for all.
@@ -185,7 +229,7 @@ pub struct Family<'a> {
     pub name: &'a str,
     /// The setting that differs.
     pub setting: &'a str,
-    /// Its values, rising, each with its series.
+    /// Its values, rising, each with its series; one at least.
     pub members: Vec<(f64, &'a Series)>,
 }
 
@@ -293,8 +337,8 @@ impl Results {
         self.series.iter().map(|s| (s.name.as_str(), alone(s))).collect()
     }
 
-    /// Groups of two series or more that are named after the values of a setting: `sweep-1e-4` and `sweep-3e-4` where that
-    /// is `trainer.learning_rate`. Of several settings that have these values, the first by its name.
+    /// Groups of series that are named after the values of a setting: `sweep-1e-4` and `sweep-3e-4` where that is
+    /// `trainer.learning_rate`. Of several settings that have these values, the first by its name.
     pub fn families(&self) -> Vec<Family<'_>> {
         let mut names: Vec<&str> = Vec::new();
         for series in &self.series {
@@ -309,15 +353,12 @@ impl Results {
         let of_group = self.series.iter().filter(|series| series.group() == name);
         let value = |series: &'a Series| Some((series.name.split_once('-')?.1.parse::<f64>().ok()?, series));
         let mut members: Vec<(f64, &Series)> = of_group.map(value).collect::<Option<_>>()?;
-        if members.len() < 2 {
-            return None;
-        }
         members.sort_by(|one, other| one.0.total_cmp(&other.0));
         let named_after = |key: &&String| {
             let value = |series: &Series| series.settings.get(*key)?.parse::<f64>().ok();
             members.iter().all(|(named, series)| value(series) == Some(*named))
         };
-        let setting = members[0].1.settings.keys().find(named_after)?;
+        let setting = members.first()?.1.settings.keys().find(named_after)?;
         Some(Family { name, setting, members })
     }
 
@@ -334,6 +375,11 @@ impl Results {
         for (at, series) in self.series.iter().enumerate() {
             if self.series[..at].iter().any(|other| other.name == series.name) {
                 bail!("series {} is there twice", series.name);
+            }
+            if let Some(choice) = &series.choice {
+                choice
+                    .check(&series.settings)
+                    .with_context(|| format!("series {}", series.name))?;
             }
             for (at, seed) in series.seeds.iter().enumerate() {
                 let place = || format!("series {}, seed {}", series.name, seed.seed);
@@ -372,6 +418,44 @@ impl Series {
     /// One arm's gaps at the warm-up checkpoints, by seed.
     pub fn gaps<'a>(&'a self, arm: &'a str) -> impl Iterator<Item = &'a Gap> + Clone {
         self.seeds.iter().filter_map(move |seed| seed.gap(arm))
+    }
+}
+
+impl Chosen {
+    /// Whether it was made of all that another one was made of: every value that was tried, with every seed.
+    pub fn covers(&self, other: &Self) -> bool {
+        let tried = |value: &str| self.tried.iter().any(|tried| tried.value == value);
+        other.seeds.iter().all(|seed| self.seeds.contains(seed)) && other.tried.iter().all(|other| tried(&other.value))
+    }
+
+    fn check(&self, settings: &BTreeMap<String, String>) -> Result<()> {
+        let Self { key, chosen, .. } = self;
+        if !self.tried.iter().any(|tried| tried.value == *chosen) {
+            bail!("{key} = {chosen} was chosen, and not tried");
+        }
+        for Tried { value, pass_at_1 } in &self.tried {
+            if pass_at_1.len() != self.seeds.len() {
+                bail!(
+                    "{} results of {key} = {value}, which {} seeds tried",
+                    pass_at_1.len(),
+                    self.seeds.len()
+                );
+            }
+        }
+        match settings.get(key) {
+            Some(value) if same_value(value, chosen) => Ok(()),
+            Some(value) => bail!("{key} = {chosen} was chosen, and {value} is what its arms were run with"),
+            None => bail!("{key} was chosen, and is not among the settings"),
+        }
+    }
+}
+
+/// Whether two texts are one value of a setting: `3e-4` and `0.0003` are.
+fn same_value(one: &str, other: &str) -> bool {
+    let [one, other] = [one, other].map(|text| text.trim_matches('"'));
+    match (one.parse::<f64>(), other.parse::<f64>()) {
+        (Ok(one), Ok(other)) => one == other,
+        _ => one == other,
     }
 }
 
@@ -574,6 +658,20 @@ mod optional_number {
     }
 }
 
+/// The same for a list.
+mod numbers {
+    use super::*;
+
+    pub fn serialize<S: Serializer>(values: &[f64], serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(values.iter().copied().map(rounded))
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<f64>, D::Error> {
+        let values: Vec<Option<f64>> = Vec::deserialize(deserializer)?;
+        Ok(values.into_iter().map(|value| value.unwrap_or(f64::NAN)).collect())
+    }
+}
+
 /// The same for the columns of a curve.
 mod columns {
     use super::*;
@@ -620,6 +718,25 @@ mod tests {
             );
         }
         assert_eq!(one.curve.points("eval/pass@1").count(), 26);
+    }
+
+    #[test]
+    fn machines_and_choices_are_kept_and_may_be_absent() {
+        let mut results = synthetic::results();
+        let before = results.to_json();
+        assert!(!before.contains("\"host\"") && !before.contains("\"choice\""));
+        let host = Host {
+            processor: Some("a processor".into()),
+            processors: Some(32),
+            device: "cpu".into(),
+        };
+        results.series[2].choice = Some(synthetic::choice());
+        results.series[2].seeds[0].arms[0].host = Some(host.clone());
+        let read = Results::from_json(&results.to_json()).unwrap();
+        assert_eq!(read.series[2].choice, Some(synthetic::choice()));
+        assert_eq!(read.series[2].seeds[0].arms[0].host, Some(host));
+        assert_eq!(read.series[2].seeds[0].arms[1].host, None);
+        assert_eq!(Results::from_json(&before).unwrap().to_json(), before);
     }
 
     #[test]
@@ -765,6 +882,32 @@ mod tests {
             |series| series.seeds[0].gaps[3].arm = "A".into(),
             "seed 1: the gap of arm A is there twice",
         );
+        let chosen = |damage: fn(&mut Chosen), expected: &str| {
+            let mut results = good.clone();
+            let series = results
+                .series
+                .iter_mut()
+                .find(|series| series.name == "rate-0.0001")
+                .unwrap();
+            damage(series.choice.insert(synthetic::choice()));
+            refused(&results.to_json(), expected);
+        };
+        chosen(
+            |choice| choice.chosen = "1e-3".into(),
+            "series rate-0.0001: trainer.learning_rate = 1e-3 was chosen, and not tried",
+        );
+        chosen(
+            |choice| choice.chosen = "3e-4".into(),
+            "trainer.learning_rate = 3e-4 was chosen, and 0.0001 is what its arms were run with",
+        );
+        chosen(
+            |choice| choice.seeds.push(103),
+            "2 results of trainer.learning_rate = 1e-4, which 3 seeds tried",
+        );
+        chosen(
+            |choice| choice.key = "grpo.beta".into(),
+            "grpo.beta was chosen, and is not among the settings",
+        );
         damaged(
             |series| series.seeds[0].arms[3].end.high.0.truncate(255),
             "seed 1: arm D: 255 answers, where others have 256",
@@ -812,6 +955,12 @@ mod tests {
             .insert("model.hidden_size".into(), "32".into());
         assert_eq!(named(&results)[0].0, "rate");
         assert_eq!(named(&results).len(), 1);
+        // One of them alone is a family too.
+        let alone = Results {
+            series: vec![results.series[2].clone()],
+            ..results.clone()
+        };
+        assert_eq!(named(&alone)[0].2, [1e-4]);
         results.series[3].name = "rate-middle".into();
         assert_eq!(named(&results), []);
         assert_eq!(results.main_series().count(), 8);

@@ -31,6 +31,7 @@ pub fn series(name: &str, arms: &[Arm], [seeds, steps, problems]: [usize; 3]) ->
         name: name.into(),
         about: "Synthetic: drawn, not measured.".into(),
         settings: BTreeMap::from([("grpo.steps".into(), steps.to_string())]),
+        choice: None,
         seeds: (1..=seeds)
             .map(|seed| Seed {
                 seed: seed as u64,
@@ -138,6 +139,23 @@ fn run(&(arm, share, gap): &Arm, seed: usize, steps: usize, problems: usize, ran
             captured: 0.68,
         }],
         wall_s: 61.25,
+        host: None,
+    }
+}
+
+/// A learning rate that arm A chose.
+pub fn choice() -> Chosen {
+    let tried = |value: &str, pass_at_1| Tried {
+        value: value.into(),
+        pass_at_1,
+    };
+    Chosen {
+        rule: "the highest mean over the seeds".into(),
+        key: "trainer.learning_rate".into(),
+        arm: "A".into(),
+        seeds: vec![101, 102],
+        tried: vec![tried("1e-4", vec![0.81, 0.79]), tried("3e-4", vec![0.625, 0.5])],
+        chosen: "1e-4".into(),
     }
 }
 

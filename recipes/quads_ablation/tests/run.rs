@@ -34,6 +34,18 @@ fn a_run_leaves_results_and_is_never_repeated() {
             "it learns something"
         );
     }
+    let written = Results::read(&out.join("results.json")).unwrap();
+    let processors = std::thread::available_parallelism().unwrap().get();
+    for arm in &written.series[0].seeds[0].arms {
+        let host = arm.host.as_ref().unwrap();
+        assert_eq!(
+            (host.processors, host.device.as_str()),
+            (Some(processors), "cpu"),
+            "{}",
+            arm.arm
+        );
+        assert_eq!(host.processor, written.machine.processor, "{}", arm.arm);
+    }
     let start = |arm: usize| &seed.arms[arm].start.high;
     assert!(
         start(0) == start(1) && start(1) == start(2),

@@ -96,6 +96,7 @@ pub fn results(out: &Path) -> Results {
     let seeds = results.series.iter_mut().flat_map(|series| &mut series.seeds);
     for arm in seeds.flat_map(|seed| &mut seed.arms) {
         arm.wall_s = 0.0;
+        arm.host = None;
     }
     results
 }
