@@ -208,7 +208,7 @@ mod tests {
         write(&results, &folder).unwrap();
         let page = fs::read_to_string(folder.join("report.html")).unwrap();
         for text in [
-            "naive 4-bit rollouts (B) collapsed in 2 of 5 runs of calm (accuracy 2), 2 of 5 of stress (accuracy 2)",
+            "naive 4-bit rollouts (B) collapsed in 2 of 5 runs of calm and stress each (accuracy 2)",
             "51.37, collapses near step 150",
             "What was to be shown",
             "id=\"stress\"",

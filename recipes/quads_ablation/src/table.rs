@@ -1,11 +1,12 @@
 //! Tables: made once of the results, written as text for the terminal, as Markdown and as HTML.
 use anyhow::Result;
 use grpo_math::results::nats;
+use std::collections::BTreeMap;
 
 use crate::{
     arms::Arm,
     checks::checks,
-    results::{ArmRun, Family, Gap, LayerError, Results, Series, Side},
+    results::{ArmRun, Family, Gap, LayerError, Results, Series, Side, Tried},
     statistics::{Difference, Spread, final_difference},
 };
 
@@ -186,7 +187,7 @@ pub fn sections(results: &Results) -> Result<Vec<(String, Vec<Table>)>> {
         sections.push((heading(series), series_tables(series)?));
     }
     for family in results.families() {
-        let tables = vec![family_table(&family)?];
+        let tables = vec![ends_along(&family)?, checkpoints_along(&family)?];
         sections.push((format!("{}: {} varied", family.name, family.setting), tables));
     }
     Ok(sections)
@@ -213,6 +214,7 @@ pub fn series_tables(series: &Series) -> Result<Vec<Table>> {
         gaps(series),
         parts(series),
         activations(series),
+        choice(series),
     ];
     Ok(tables.into_iter().filter(|table| !table.rows.is_empty()).collect())
 }
@@ -505,34 +507,74 @@ fn check_table(series: &Series) -> Result<Table> {
         3,
         &["check", "verdict", "numbers"],
     );
-    for check in checks(series)? {
-        table.push([check.says.to_string(), check.verdict(), check.numbers()]);
+    let checks = checks(series)?;
+    if checks.iter().any(|check| check.holds().is_some()) {
+        for check in checks {
+            table.push([check.says.to_string(), check.verdict(), check.numbers()]);
+        }
     }
     Ok(table)
 }
 
-/// Series that differ in one setting.
-fn family_table(family: &Family<'_>) -> Result<Table> {
-    let has = |letter: &str| {
+/// How a setting was chosen before the arms ran.
+fn choice(series: &Series) -> Table {
+    let Some(choice) = &series.choice else {
+        return Table::new("", "", 1, &[]);
+    };
+    let mut header = vec![choice.key.clone()];
+    header.extend(choice.seeds.iter().map(|seed| format!("seed {seed}")));
+    header.extend(["mean", ""].map(String::from));
+    let header: Vec<&str> = header.iter().map(String::as_str).collect();
+    let mut table = Table::new(
+        &format!("The choice of {}, by arm {} alone", choice.key, choice.arm),
+        &format!(
+            "Pass@1 at the end, %, with seeds that no arm is compared on. Taken: {}.",
+            choice.rule
+        ),
+        1,
+        &header,
+    );
+    for Tried { value, pass_at_1 } in &choice.tried {
+        let taken = if *value == choice.chosen { "taken" } else { "" };
+        let shares = pass_at_1.iter().map(|share| Spread::of([*share]));
+        let cells = shares.chain([Spread::of(pass_at_1.iter().copied())]);
+        let cells = cells.map(|spread| spread.map_or("—".into(), |spread| format!("{:.1}", 100.0 * spread.mean)));
+        table.push([value.clone()].into_iter().chain(cells).chain([taken.into()]));
+    }
+    table
+}
+
+/// Arms that a family shows.
+const OF_FAMILIES: [&str; 6] = ["A", "B", "C", "D", "E", "E+"];
+
+/// Of these, the ones that any of the series has run.
+fn arms_of(family: &Family<'_>) -> Vec<&'static str> {
+    let has = |arm: &&str| {
         family
             .members
             .iter()
-            .any(|(_, series)| series.runs(letter).next().is_some())
+            .any(|(_, series)| series.runs(arm).next().is_some())
     };
-    let arms: Vec<&str> = ["A", "B", "C", "D", "E", "E+"]
-        .into_iter()
-        .filter(|arm| has(arm))
-        .collect();
-    let compared: Vec<&str> = arms.iter().copied().filter(|arm| *arm != "A" && has("A")).collect();
+    OF_FAMILIES.into_iter().filter(has).collect()
+}
+
+/// Where the arms of series that differ in one setting end.
+fn ends_along(family: &Family<'_>) -> Result<Table> {
+    let arms = arms_of(family);
+    let has_a = arms.contains(&"A");
+    let compared: Vec<&str> = arms.iter().copied().filter(|arm| *arm != "A" && has_a).collect();
     let mut header = vec![family.setting.to_string()];
     header.extend(arms.iter().map(|arm| format!("{arm}, %")));
     header.extend(compared.iter().map(|arm| format!("{arm} − A")));
-    header.extend(arms.iter().map(|arm| format!("gap {arm}")));
+    header.push("collapsed".into());
     let header: Vec<&str> = header.iter().map(String::as_str).collect();
     let mut table = Table::new(
-        &format!("By {}", family.setting),
-        "Final pass@1 in the arm's own precision, mean ± standard error; differences in points [paired 95 % interval] (seeds \
-         above / below zero); mean gap at the warm-up checkpoint in nats.",
+        &format!("The end, by {}", family.setting),
+        &format!(
+            "First row: {} Pass@1 in the precision of the arm's own rollout, mean ± standard error; differences in points [paired 95 % interval] \
+             (seeds above / below zero); runs that met a rule of collapse, by rule.",
+            family.members[0].1.about
+        ),
         1,
         &header,
     );
@@ -542,10 +584,75 @@ fn family_table(family: &Family<'_>) -> Result<Table> {
         for arm in &compared {
             cells.push(difference_cell(final_difference(series, arm, "A", Side::Own)?));
         }
-        cells.extend(
-            arms.iter()
-                .map(|arm| number(mean(series.gaps(arm).map(|gap| gap.mean)))),
-        );
+        cells.push(collapsed_arms(series));
+        table.push(cells);
+    }
+    Ok(table)
+}
+
+/// `B 2 of 3 (gap 2), E 1 of 3 (accuracy 1)`; `0 of 9` where no arm has collapsed or stopped.
+fn collapsed_arms(series: &Series) -> String {
+    let told = |letter: &&str| {
+        let notes = rules_of_collapse(series, letter);
+        let collapsed = series.runs(letter).filter(|run| run.collapse.is_some()).count();
+        (!notes.is_empty()).then(|| format!("{letter} {collapsed} of {}{notes}", series.runs(letter).count()))
+    };
+    let arms: Vec<String> = series.arms().iter().filter_map(told).collect();
+    match arms.is_empty() {
+        true => format!("0 of {}", series.seeds.iter().flat_map(|seed| &seed.arms).count()),
+        false => arms.join(", "),
+    }
+}
+
+/// ` (gap 2, 1 stopped early)`: by which rules how many runs of an arm collapsed; empty where none did.
+pub fn rules_of_collapse(series: &Series, letter: &str) -> String {
+    let mut rules: BTreeMap<&str, usize> = BTreeMap::new();
+    for collapse in series.runs(letter).filter_map(|run| run.collapse.as_ref()) {
+        *rules.entry(&collapse.rule).or_default() += 1;
+    }
+    let mut notes: Vec<String> = rules.iter().map(|(rule, count)| format!("{rule} {count}")).collect();
+    let stopped = series.runs(letter).filter(|run| run.stopped.is_some()).count();
+    if stopped > 0 {
+        notes.push(format!("{stopped} stopped early"));
+    }
+    match notes.is_empty() {
+        true => String::new(),
+        false => format!(" ({})", notes.join(", ")),
+    }
+}
+
+/// The gaps at the warm-up checkpoints of series that differ in one setting, and what was to be shown of each.
+fn checkpoints_along(family: &Family<'_>) -> Result<Table> {
+    let arms = arms_of(family);
+    let mut header = vec![family.setting.to_string()];
+    header.extend(arms.iter().map(|arm| format!("gap {arm}")));
+    header.extend(["checks that hold", "that do not"].map(String::from));
+    let header: Vec<&str> = header.iter().map(String::as_str).collect();
+    let mut table = Table::new(
+        &format!(
+            "Gap at the warm-up checkpoint and what was to be shown, by {}",
+            family.setting
+        ),
+        "Mean |Δ log-prob| in nats, mean over the seeds; the same in all rows where the setting has no say in the warm-up. Of the checks, \
+         those whose arms have run.",
+        1,
+        &header,
+    );
+    for (value, series) in &family.members {
+        let mut cells = vec![plain_number(*value)];
+        let gap = |arm: &&str| number(mean(series.gaps(arm).map(|gap| gap.mean)));
+        cells.extend(arms.iter().map(gap));
+        let checks: Vec<_> = checks(series)?
+            .into_iter()
+            .filter(|check| check.holds().is_some())
+            .collect();
+        let (held, failed): (Vec<_>, Vec<_>) = checks.iter().partition(|check| check.holds() == Some(true));
+        cells.push(format!("{} of {}", held.len(), checks.len()));
+        let failed = failed
+            .iter()
+            .map(|check| format!("{} ({})", check.says, check.verdict()));
+        let failed = failed.collect::<Vec<_>>().join("; ");
+        cells.push(if failed.is_empty() { "—".into() } else { failed });
         table.push(cells);
     }
     Ok(table)
@@ -553,7 +660,8 @@ fn family_table(family: &Family<'_>) -> Result<Table> {
 
 /// The paper's claims with our numbers for the same thing.
 pub fn paper(results: &Results) -> Result<Table> {
-    let series: Vec<&Series> = results.main_series().collect();
+    let has_arms = |series: &&Series| !series.arms().is_empty();
+    let series: Vec<&Series> = results.main_series().filter(has_arms).collect();
     let names: Vec<String> = series.iter().map(|series| format!("ours, {}", series.name)).collect();
     let mut header = vec!["", "paper"];
     header.extend(names.iter().map(String::as_str));
@@ -749,6 +857,73 @@ mod tests {
         let table = differences(&series).unwrap();
         assert_eq!(table.rows.len(), 10);
         assert_eq!(table.rows[0][..2], ["B", "0.0 [0.0, 0.0] (0 / 0)"]);
+    }
+
+    #[test]
+    fn a_choice_is_a_table_of_what_was_tried() {
+        let mut series = synthetic::series("hard", &synthetic::ARMS, [1, 20, 64]);
+        assert!(choice(&series).rows.is_empty());
+        series.choice = Some(synthetic::choice());
+        let table = choice(&series);
+        assert_eq!(
+            table.header,
+            ["trainer.learning_rate", "seed 101", "seed 102", "mean", ""]
+        );
+        assert_eq!(table.rows[0], ["1e-4", "81.0", "79.0", "80.0", "taken"]);
+        assert_eq!(table.rows[1], ["3e-4", "62.5", "50.0", "56.2", ""]);
+        let tables = series_tables(&series).unwrap();
+        assert_eq!(tables.last(), Some(&table));
+        // Of a series whose arms have not run yet, it is all there is.
+        series.seeds.clear();
+        assert_eq!(series_tables(&series).unwrap(), [table]);
+    }
+
+    #[test]
+    fn a_family_is_one_row_a_value() {
+        let mut results = synthetic::results();
+        let size = results
+            .series
+            .iter_mut()
+            .find(|series| series.name == "size-128")
+            .unwrap();
+        size.seeds[0].gaps[1].mean = 0.0;
+        size.seeds[1].arms[2].stopped = Some("the gradient is not finite".into());
+        let families = results.families();
+        let [rate, size] = [&families[0], &families[1]].map(|family| ends_along(family).unwrap());
+        assert_eq!(
+            rate.header,
+            [
+                "trainer.learning_rate",
+                "A, %",
+                "B, %",
+                "E, %",
+                "B − A",
+                "E − A",
+                "collapsed"
+            ]
+        );
+        assert_eq!(rate.rows.len(), 3);
+        assert_eq!(
+            (rate.rows[0][0].as_str(), rate.rows[0][6].as_str()),
+            ("1e-4", "B 1 of 3 (accuracy 1)")
+        );
+        assert_eq!(size.header[5..8], ["B − A", "E − A", "E+ − A"]);
+        assert_eq!(size.rows[1][8], "B 1 of 3 (accuracy 1), E 0 of 3 (1 stopped early)");
+        let [rate, size] = [&families[0], &families[1]].map(|family| checkpoints_along(family).unwrap());
+        assert_eq!(
+            rate.header[1..],
+            ["gap A", "gap B", "gap E", "checks that hold", "that do not"]
+        );
+        // Without D, E+ or C: of the parts and of the weights.
+        assert_eq!(rate.rows[0][4..], ["2 of 2", "—"]);
+        assert_eq!(size.rows[0][5..], ["5 of 5", "—"]);
+        assert_eq!(
+            size.rows[1][5..],
+            [
+                "4 of 5",
+                "checkpoint: mean gap of E+ at most 15 % of B's (FAILS in 1 of 3 seeds (1))"
+            ]
+        );
     }
 
     #[test]
