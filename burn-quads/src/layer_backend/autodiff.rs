@@ -114,6 +114,64 @@ impl<B: LayerBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
             counts: Tensor::from_inner(ordered.counts),
         }
     }
+
+    fn permute_rows(x: Tensor<Self, 2>, order: &ExpertOrder<Self>) -> Tensor<Self, 2> {
+        #[derive(Debug)]
+        struct PermuteRows;
+        impl<B: LayerBackend> Backward<B, 1> for PermuteRows {
+            type State = (ExpertOrder<B>, usize);
+
+            fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+                let (order, tokens) = ops.state;
+                unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+                    primitive(B::permute_rows_backward(wrap(grad), &order, tokens))
+                });
+            }
+        }
+        let (tokens, order) = (x.dims()[0], inner_order(order));
+        let x = primitive(x);
+        let output = primitive(B::permute_rows(wrap(x.primitive), &order));
+        let prep = Backward::<B, 1>::prepare::<C>(PermuteRows, [x.node])
+            .compute_bound()
+            .stateful();
+        wrap(match prep {
+            OpsKind::Tracked(prep) => prep.finish((order, tokens), output),
+            OpsKind::UnTracked(prep) => prep.finish(output),
+        })
+    }
+
+    fn unpermute_rows(rows: Tensor<Self, 2>, order: &ExpertOrder<Self>) -> Tensor<Self, 2> {
+        #[derive(Debug)]
+        struct UnpermuteRows;
+        impl<B: LayerBackend> Backward<B, 1> for UnpermuteRows {
+            type State = ExpertOrder<B>;
+
+            fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+                let order = ops.state;
+                unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+                    primitive(B::unpermute_rows_backward(wrap(grad), &order))
+                });
+            }
+        }
+        let order = inner_order(order);
+        let rows = primitive(rows);
+        let output = primitive(B::unpermute_rows(wrap(rows.primitive), &order));
+        let prep = Backward::<B, 1>::prepare::<C>(UnpermuteRows, [rows.node])
+            .compute_bound()
+            .stateful();
+        wrap(match prep {
+            OpsKind::Tracked(prep) => prep.finish(order, output),
+            OpsKind::UnTracked(prep) => prep.finish(output),
+        })
+    }
+}
+
+fn inner_order<B: LayerBackend, C: CheckpointStrategy>(order: &ExpertOrder<Autodiff<B, C>>) -> ExpertOrder<B> {
+    ExpertOrder {
+        order: order.order.clone().inner(),
+        inverse: order.inverse.clone().inner(),
+        counts: order.counts.clone().inner(),
+    }
 }
 
 /// Causal attention as one node, whose parents are query, key and value, and the weights of the norms if there are any.

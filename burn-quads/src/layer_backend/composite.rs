@@ -276,3 +276,24 @@ pub(super) fn order_by_expert<B: Backend>(expert_ids: Tensor<B, 1, Int>, experts
     let counts = zeros(experts).scatter(0, expert_ids, ones, IndexingUpdateOp::Add);
     ExpertOrder { order, inverse, counts }
 }
+
+/// The token of each row that is sorted by expert.
+pub(super) fn tokens_of_rows<B: Backend>(order: &ExpertOrder<B>, tokens: usize) -> Tensor<B, 1, Int> {
+    let top_k = order.order.dims()[0] / tokens.max(1);
+    order.order.clone() / top_k.max(1) as i64
+}
+
+pub(super) fn permute_rows<B: Backend>(x: Tensor<B, 2>, order: &ExpertOrder<B>) -> Tensor<B, 2> {
+    let tokens = tokens_of_rows(order, x.dims()[0]);
+    x.select(0, tokens)
+}
+
+pub(super) fn permute_rows_backward<B: Backend>(
+    grad: Tensor<B, 2>,
+    order: &ExpertOrder<B>,
+    tokens: usize,
+) -> Tensor<B, 2> {
+    let zeros = Tensor::zeros([tokens, grad.dims()[1]], &grad.device());
+    let of_rows = tokens_of_rows(order, tokens);
+    zeros.select_assign(0, of_rows, grad, IndexingUpdateOp::Add)
+}

@@ -1,5 +1,6 @@
-//! GPUs: what in the definitions would wait for the device, without waiting. Burn sorts on the host; the few largest of a row,
-//! and an order by expert, need no sort.
+//! GPUs: what in the definitions would wait for the device, or keep one thread of it busy. Burn sorts on the host; the few
+//! largest of a row, and an order by expert, need no sort. Burn's `scatter` and `select_assign` walk over all indices one after
+//! the other, with a thread for each of the other dimensions alone: for the rows of a batch that is milliseconds.
 use super::{ExpertOrder, LayerBackend};
 use burn::{
     prelude::Backend,
@@ -15,6 +16,9 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
     fn order_by_expert(expert_ids: Tensor<Self, 1, Int>, experts: usize) -> ExpertOrder<Self> {
         order_by_expert(expert_ids, experts)
     }
+    fn permute_rows_backward(grad: Tensor<Self, 2>, order: &ExpertOrder<Self>, tokens: usize) -> Tensor<Self, 2> {
+        permute_rows_backward(grad, order, tokens)
+    }
 }
 
 impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
@@ -23,6 +27,9 @@ impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
     }
     fn order_by_expert(expert_ids: Tensor<Self, 1, Int>, experts: usize) -> ExpertOrder<Self> {
         order_by_expert(expert_ids, experts)
+    }
+    fn permute_rows_backward(grad: Tensor<Self, 2>, order: &ExpertOrder<Self>, tokens: usize) -> Tensor<Self, 2> {
+        permute_rows_backward(grad, order, tokens)
     }
 }
 
@@ -87,9 +94,22 @@ fn order_by_expert<B: Backend>(expert_ids: Tensor<B, 1, Int>, experts: usize) ->
     let place = place.reshape([blocks * BLOCK, experts]).narrow(0, 0, rows);
     let inverse = place.gather(1, expert_ids.reshape([rows, 1])).reshape([rows]) - 1;
     let index = Tensor::arange(0..rows as i64, &device);
+    let places = inverse.clone().reshape([rows, 1]);
     ExpertOrder {
-        order: zeros(rows).scatter(0, inverse.clone(), index, IndexingUpdateOp::Add),
+        order: zeros(rows).scatter_nd(places, index, IndexingUpdateOp::Assign),
         inverse,
         counts,
     }
+}
+
+/// A token's rows are gathered side by side and added in the order of its experts, the largest logit first.
+fn permute_rows_backward<B: Backend>(grad: Tensor<B, 2>, order: &ExpertOrder<B>, tokens: usize) -> Tensor<B, 2> {
+    let [rows, d] = grad.dims();
+    if rows == 0 {
+        return Tensor::zeros([tokens, d], &grad.device());
+    }
+    grad.select(0, order.inverse.clone())
+        .reshape([tokens, rows / tokens, d])
+        .sum_dim(1)
+        .reshape([tokens, d])
 }

@@ -12,6 +12,8 @@
 //! | `cached_attention` | the same for new tokens over a cache, without a gradient |
 //! | `top_experts` | the experts of largest logits, without a gradient |
 //! | `order_by_expert` | the order that puts the rows of each expert together |
+//! | `permute_rows` | a row for each expert of a token, in that order |
+//! | `unpermute_rows` | back in the order of tokens |
 mod autodiff;
 mod composite;
 #[cfg(feature = "cubecl")]
@@ -162,6 +164,27 @@ pub trait LayerBackend: Backend {
     /// The order that puts the rows of each expert together, from the expert of each row.
     fn order_by_expert(expert_ids: Tensor<Self, 1, Int>, experts: usize) -> ExpertOrder<Self> {
         composite::order_by_expert(expert_ids, experts)
+    }
+
+    /// `x` `[tokens, d]` once for each expert of a token, sorted by expert: `[rows, d]` of an order of `tokens · top_k` rows,
+    /// a token's side by side.
+    fn permute_rows(x: Tensor<Self, 2>, order: &ExpertOrder<Self>) -> Tensor<Self, 2> {
+        composite::permute_rows(x, order)
+    }
+
+    /// The gradient of `x` `[tokens, d]` from that of [`Self::permute_rows`]'s result: each token's rows, added.
+    fn permute_rows_backward(grad: Tensor<Self, 2>, order: &ExpertOrder<Self>, tokens: usize) -> Tensor<Self, 2> {
+        composite::permute_rows_backward(grad, order, tokens)
+    }
+
+    /// Rows sorted by expert, in the order of tokens: `[rows, d]` to `[rows, d]`.
+    fn unpermute_rows(rows: Tensor<Self, 2>, order: &ExpertOrder<Self>) -> Tensor<Self, 2> {
+        rows.select(0, order.inverse.clone())
+    }
+
+    /// The gradient of `rows` from that of [`Self::unpermute_rows`]'s result.
+    fn unpermute_rows_backward(grad: Tensor<Self, 2>, order: &ExpertOrder<Self>) -> Tensor<Self, 2> {
+        grad.select(0, order.order.clone())
     }
 }
 

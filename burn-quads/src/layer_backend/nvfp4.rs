@@ -78,6 +78,22 @@ impl<B: Nvfp4Backend + LayerBackend> LayerBackend for Nvfp4<B> {
             counts: int(ordered.counts),
         }
     }
+
+    fn permute_rows(x: Tensor<Self, 2>, order: &ExpertOrder<Self>) -> Tensor<Self, 2> {
+        wrap(B::permute_rows(unwrap(x), &unwrap_order(order)))
+    }
+
+    fn permute_rows_backward(grad: Tensor<Self, 2>, order: &ExpertOrder<Self>, tokens: usize) -> Tensor<Self, 2> {
+        wrap(B::permute_rows_backward(unwrap(grad), &unwrap_order(order), tokens))
+    }
+
+    fn unpermute_rows(rows: Tensor<Self, 2>, order: &ExpertOrder<Self>) -> Tensor<Self, 2> {
+        wrap(B::unpermute_rows(unwrap(rows), &unwrap_order(order)))
+    }
+
+    fn unpermute_rows_backward(grad: Tensor<Self, 2>, order: &ExpertOrder<Self>) -> Tensor<Self, 2> {
+        wrap(B::unpermute_rows_backward(unwrap(grad), &unwrap_order(order)))
+    }
 }
 
 fn unwrap<B: Nvfp4Backend, const D: usize>(x: Tensor<Nvfp4<B>, D>) -> Tensor<B, D> {
@@ -91,6 +107,15 @@ fn wrap<B: Nvfp4Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<Nvfp4<B>, D>
 /// Tensors of whole numbers are B's own.
 fn int<B: Nvfp4Backend, const D: usize>(x: Tensor<B, D, Int>) -> Tensor<Nvfp4<B>, D, Int> {
     Tensor::from_primitive(x.into_primitive())
+}
+
+fn unwrap_order<B: Nvfp4Backend>(order: &ExpertOrder<Nvfp4<B>>) -> ExpertOrder<B> {
+    let inner = |x: &Tensor<Nvfp4<B>, 1, Int>| Tensor::from_primitive(x.clone().into_primitive());
+    ExpertOrder {
+        order: inner(&order.order),
+        inverse: inner(&order.inverse),
+        counts: inner(&order.counts),
+    }
 }
 
 fn unwrap_norms<B: Nvfp4Backend>(norms: HeadNorms<Nvfp4<B>>) -> HeadNorms<B> {

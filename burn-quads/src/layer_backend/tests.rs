@@ -85,6 +85,55 @@ fn swiglu_and_its_gradient_equal_the_definition() {
     );
 }
 
+#[test]
+fn rows_of_one_expert_stay_in_token_order() {
+    let ids = Tensor::from_data([2, 0, 0, 2, 2, 1], &Default::default());
+    let order = Flex::order_by_expert(ids, 4);
+    let list = |t: Tensor<Flex, 1, Int>| -> Vec<i64> { t.into_data().iter::<i64>().collect() };
+    // Rows 1 2 | 5 | 0 3 4, of two for each token.
+    assert_eq!(list(composite::tokens_of_rows(&order, 3)), [0, 1, 2, 0, 1, 2]);
+    assert_eq!(list(order.order), [1, 2, 5, 0, 3, 4]);
+    assert_eq!(list(order.inverse), [3, 0, 1, 4, 5, 2]);
+    assert_eq!(list(order.counts), [2, 1, 3, 0]);
+}
+
+#[test]
+fn rows_are_permuted_and_their_gradients_are_those_of_burn() {
+    for (tokens, top_k, d) in [(1, 1, 3), (7, 2, 5), (40, 3, 16), (0, 2, 4)] {
+        let rows = tokens * top_k;
+        let ids: Vec<i32> = (0..rows as i32).map(|i| (i * i + 3 * i) % 5).collect();
+        let ids = Tensor::from_data(TensorData::new(ids, [rows]), &Default::default());
+        let order = Flex::order_by_expert(ids, 5);
+        let tracked = ExpertOrder::<A> {
+            order: Tensor::from_inner(order.order.clone()),
+            inverse: Tensor::from_inner(order.inverse.clone()),
+            counts: Tensor::from_inner(order.counts.clone()),
+        };
+        let (x, up): (Tensor<Flex, 2>, Tensor<Flex, 2>) = (random([tokens, d]), random([rows, d]));
+        let permuted = Flex::permute_rows(x.clone(), &order);
+        // Back in the order of tokens, each has its row once for each expert.
+        let repeated = x
+            .clone()
+            .reshape([tokens, 1, d])
+            .expand([tokens, top_k, d])
+            .reshape([rows, d]);
+        assert_close(Flex::unpermute_rows(permuted, &order), repeated, 0.0);
+        if tokens == 0 {
+            continue;
+        }
+        let of_rows = Tensor::from_inner(composite::tokens_of_rows(&order, tokens));
+        let gradient = |run: &dyn Fn(Tensor<A, 2>) -> Tensor<A, 2>, at: &Tensor<Flex, 2>| {
+            let x = leaf(at);
+            let loss = run(x.clone()) * Tensor::from_inner(up.clone());
+            x.grad(&loss.sum().backward()).unwrap()
+        };
+        let expected = gradient(&|x| x.select(0, of_rows.clone()), &x);
+        assert_close(gradient(&|x| A::permute_rows(x, &tracked), &x), expected, 0.0);
+        let expected = gradient(&|x| x.select(0, tracked.inverse.clone()), &up);
+        assert_close(gradient(&|x| A::unpermute_rows(x, &tracked), &up), expected, 0.0);
+    }
+}
+
 /// Sizes that exercise groups of query heads, whole blocks and rests of channels and keys.
 const SIZES: [(usize, usize, usize, usize, usize); 4] =
     [(1, 1, 1, 1, 8), (3, 7, 4, 2, 16), (2, 45, 2, 1, 40), (4, 33, 3, 3, 6)];

@@ -13,7 +13,7 @@ use super::{
     router::Routing,
     straight_through::Backward,
 };
-use crate::{backend::QuadsBackend, layer_backend::LayerBackend};
+use crate::backend::QuadsBackend;
 
 /// Configuration of [`QuadsExperts`].
 #[derive(Config, Debug)]
@@ -180,7 +180,8 @@ impl<B: QuadsBackend> QuadsExperts<B> {
     pub fn forward(&self, x: Tensor<B, 2>, routing: &Routing<B>) -> Tensor<B, 2> {
         let [experts, _, d_model] = self.dims();
         let [tokens, top_k] = routing.expert_ids.dims();
-        let dispatch = Dispatch::new(routing.expert_ids.clone(), experts);
+        // A row is a token and one of its experts.
+        let order = B::order_by_expert(routing.expert_ids.clone().reshape([tokens * top_k]), experts);
 
         self.input.observe(&x);
         let packed = is_packed(&self.down_proj.val());
@@ -202,18 +203,19 @@ impl<B: QuadsBackend> QuadsExperts<B> {
             true => masters.map(|weight| weight.val()),
             false => self.quantized_weights().map(|weight| backward.values(weight)),
         };
-        let product = |x, weight| grouped_linear(x, weight, dispatch.counts.clone());
-        let to_experts = |x: Tensor<B, 2>| x.select(0, dispatch.tokens.clone());
+        let product = |x, weight| grouped_linear(x, weight, order.counts.clone());
         // Quantized before the rows are repeated: once a token.
-        let rows = to_experts(backward.values(quantize(&self.input, x.clone())));
-        let gate_up = backward.of(product(rows, gate_up_proj), || product(to_experts(x), masters[0].val()));
+        let rows = B::permute_rows(backward.values(quantize(&self.input, x.clone())), &order);
+        let gate_up = backward.of(product(rows, gate_up_proj), || {
+            product(B::permute_rows(x, &order), masters[0].val())
+        });
         let hidden = B::swiglu(gate_up);
-        self.hidden.observe_sorted(&hidden, &dispatch.inverse, &dispatch.counts);
+        self.hidden.observe_sorted(&hidden, &order.inverse, &order.counts);
         let rows = backward.values(quantize(&self.hidden, hidden.clone()));
         let rows = backward.of(product(rows, down_proj), || product(hidden, masters[1].val()));
 
         // Back to token order, then summed in the router's order: the same sum whatever the batch.
-        let by_token = rows.select(0, dispatch.inverse).reshape([tokens, top_k, d_model]);
+        let by_token = B::unpermute_rows(rows, &order).reshape([tokens, top_k, d_model]);
         let weights = routing.weights.clone().reshape([tokens, top_k, 1]);
         (by_token * weights).sum_dim(1).reshape([tokens, d_model])
     }
@@ -235,28 +237,6 @@ fn grouped_linear<B: QuadsBackend>(x: Tensor<B, 2>, w: Tensor<B, 3>, counts: Ten
     let (x, w) = (x.into_primitive().tensor(), w.into_primitive().tensor());
     let y = B::grouped_linear(x, w, counts.into_primitive());
     Tensor::from_primitive(TensorPrimitive::Float(y))
-}
-
-/// The order that puts the rows of each expert together. A row is one (token, rank) pair, `token · top_k + rank`.
-struct Dispatch<B: Backend> {
-    /// Token of each sorted row, `[rows]`.
-    tokens: Tensor<B, 1, Int>,
-    /// Place of each row in the sorted order, `[rows]`.
-    inverse: Tensor<B, 1, Int>,
-    /// Rows of each expert, `[experts]`.
-    counts: Tensor<B, 1, Int>,
-}
-
-impl<B: LayerBackend> Dispatch<B> {
-    fn new(expert_ids: Tensor<B, 2, Int>, experts: usize) -> Self {
-        let [tokens, top_k] = expert_ids.dims();
-        let ordered = B::order_by_expert(expert_ids.reshape([tokens * top_k]), experts);
-        Self {
-            tokens: ordered.order / top_k as i64,
-            inverse: ordered.inverse,
-            counts: ordered.counts,
-        }
-    }
 }
 
 impl<B: Backend> ModuleDisplay for QuadsExperts<B> {
@@ -319,17 +299,6 @@ mod tests {
             .init(&Default::default());
         linear.weight = Param::from_tensor(weight);
         linear
-    }
-
-    #[test]
-    fn rows_of_one_expert_stay_in_token_order() {
-        let ids = Tensor::from_data([[2, 0], [0, 2], [2, 1]], &Default::default());
-        let dispatch = Dispatch::<B>::new(ids, 4);
-        let list = |t: Tensor<B, 1, Int>| -> Vec<i64> { t.into_data().iter::<i64>().collect() };
-        // Rows 0..6 go to experts 2 0 0 2 2 1, so the order is 1 2 | 5 | 0 3 4.
-        assert_eq!(list(dispatch.tokens), [0, 1, 2, 0, 1, 2]);
-        assert_eq!(list(dispatch.inverse), [3, 0, 1, 4, 5, 2]);
-        assert_eq!(list(dispatch.counts), [2, 1, 3, 0]);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The gaps of all arms at the end of a warm-up: the same tokens, sampled once in full precision, scored by both sides of
+//! The gaps of a series' arms at the end of a warm-up: the same tokens, sampled once in full precision, scored by both sides of
 //! every arm, the rollout's by its own engine.
 use anyhow::Result;
 use burn_nvfp4::Precision;
@@ -26,7 +26,8 @@ use crate::{
     warm,
 };
 
-/// Measures the gaps at the end of the warm-up in a folder, under the settings of a series. `None` where it was to stop.
+/// Measures the gaps of arms, by letter, at the end of the warm-up in a folder, under the settings of a series. `None` where it
+/// was to stop.
 ///
 /// # Errors
 /// When the warm-up has no whole checkpoint, or cannot be sampled.
@@ -34,6 +35,7 @@ pub fn measure(
     warmup: &Path,
     name: &str,
     assignments: &[String],
+    arms: &[String],
     completions: usize,
     stop: &dyn Fn() -> bool,
 ) -> Result<Option<GapsFile>> {
@@ -46,7 +48,7 @@ pub fn measure(
     let seed = seeds::seed(config.run.seed, "gap", 0);
     let rollouts = sampling.rollouts(&trainer_side(&policy, &Precision::High)?, &held_out, seed)?;
     let mut gaps = Vec::new();
-    for arm in &ARMS {
+    for arm in ARMS.iter().filter(|arm| arms.iter().any(|letter| letter == arm.letter)) {
         if stop() {
             return Ok(None);
         }

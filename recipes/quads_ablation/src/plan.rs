@@ -161,6 +161,13 @@ impl Plan {
         }
     }
 
+    /// Letters of the arms that a series is declared with, whichever of them are asked for.
+    fn declared_arms(&self, series: &Series) -> Vec<String> {
+        let declared = self.declared.iter().find(|declared| declared.name == series.name);
+        let arms = &declared.unwrap_or(series).arms;
+        arms.iter().map(|arm| arm.letter.to_string()).collect()
+    }
+
     /// The first declared series with the same warm-up, whose name it has.
     fn warmup_name(&self, series: &Series) -> String {
         let settings = warmup_settings(&series.settings);
@@ -376,6 +383,7 @@ impl Plan {
                     .context("gaps are measured at the end of a warm-up")?,
                 name: self.warmup_name(series),
                 assignments,
+                arms: self.declared_arms(series),
                 completions: series.gap_completions,
                 to: path,
             },

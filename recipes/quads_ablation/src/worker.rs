@@ -29,7 +29,7 @@ pub enum Work {
         /// Where the run and its settings are.
         run: Run,
     },
-    /// Measures the gaps of all arms at the end of a warm-up.
+    /// Measures the gaps of a series' arms at the end of a warm-up.
     Gaps {
         /// The warm-up's folder.
         warmup: PathBuf,
@@ -37,6 +37,8 @@ pub enum Work {
         name: String,
         /// Settings of the series, with the seed.
         assignments: Vec<String>,
+        /// Letters of the arms.
+        arms: Vec<String>,
         /// Completions to measure on.
         completions: usize,
         /// The file to write.
@@ -93,11 +95,12 @@ pub fn work(work: &Work) -> Result<Ended> {
             warmup,
             name,
             assignments,
+            arms,
             completions,
             to,
         } => {
             let stop = || stop(Position::Grpo(0));
-            let Some(measured) = gaps::measure(warmup, name, assignments, *completions, &stop)? else {
+            let Some(measured) = gaps::measure(warmup, name, assignments, arms, *completions, &stop)? else {
                 return Ok(Ended::Stopped);
             };
             files::write(to, &measured)?;

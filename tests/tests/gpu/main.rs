@@ -73,6 +73,7 @@ all_tests! {
     blocking::nothing_waits_for_the_device,
     training::a_linear_layer_trains_as_on_flex,
     quads::rows_are_sorted_by_expert_as_on_flex,
+    quads::rows_are_permuted_by_expert_as_on_flex,
     quads::the_experts_of_largest_logits_are_those_of_flex,
     quads::experts_and_their_gradients_are_those_of_flex,
     quads::a_model_and_its_gradients_are_those_of_flex,

@@ -110,6 +110,33 @@ pub fn rows_are_sorted_by_expert_as_on_flex<B: Stack>() {
     }
 }
 
+pub fn rows_are_permuted_by_expert_as_on_flex<B: Stack>() {
+    fn permuted<B: LayerBackend>(tokens: usize, top_k: usize) -> [Vec<f32>; 4] {
+        let ids: Vec<i32> = (0..(tokens * top_k) as i32).map(|i| i * i % 7).collect();
+        let ids = TensorData::new(ids, [tokens * top_k]);
+        let order = B::order_by_expert(Tensor::<B, 1, Int>::from_data(ids, &Default::default()), 7);
+        let x: Tensor<B, 2> = tensor(&crate::support::data(8, [tokens, 20]));
+        let rows: Tensor<B, 2> = tensor(&crate::support::data(9, [tokens * top_k, 20]));
+        [
+            values(B::permute_rows(x, &order)),
+            values(B::permute_rows_backward(rows.clone(), &order, tokens)),
+            values(B::unpermute_rows(rows.clone(), &order)),
+            values(B::unpermute_rows_backward(rows, &order)),
+        ]
+    }
+    for (tokens, top_k) in [(1, 1), (5, 2), (64, 4), (300, 3)] {
+        let here = permuted::<B>(tokens, top_k);
+        let there = permuted::<Flex>(tokens, top_k);
+        for (part, (a, e)) in ["permuted", "its gradient", "back", "its gradient"]
+            .iter()
+            .zip(here.iter().zip(&there))
+        {
+            // A token's rows may be added in another order.
+            assert_close(a, e, 1e-6, &format!("{tokens} tokens, {top_k} experts each, {part}"));
+        }
+    }
+}
+
 pub fn the_experts_of_largest_logits_are_those_of_flex<B: Stack>() {
     for tokens in [1, 16, 300] {
         let logits = crate::support::data(7, [tokens, 20]);
