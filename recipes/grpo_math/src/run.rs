@@ -3,6 +3,7 @@ use anyhow::{Context, Result};
 
 use crate::{
     atomic_write::write_atomically,
+    backend::DEVICE,
     checkpoints::Checkpoints,
     config::Config,
     console, finish,
@@ -100,7 +101,9 @@ pub fn run(start: &Start, stop: &dyn Fn(Position) -> bool) -> Result<Outcome> {
 
 fn print_plan(start: &Start) {
     let (config, problems) = (&start.config, &start.problems);
-    console::out("GRPO on NVFP4 rollouts, on this machine's CPU\n");
+    let on_cpu = DEVICE == "cpu";
+    let device = if on_cpu { "this machine's CPU" } else { DEVICE };
+    console::out(format!("GRPO on NVFP4 rollouts, on {device}\n"));
     let row = |name: &str, text: &str| console::out(format!("  {name:<9} {text}"));
     let parameters = plan::parameters(config, problems);
     for (name, text) in plan::rows(config, problems, parameters) {
@@ -113,7 +116,9 @@ fn print_plan(start: &Start) {
     }
     row("folder", &start.folder.path().display().to_string());
     match start.resumed {
-        None => row("time", &plan::expected_time(config, problems, parameters)),
+        // A GPU's depends on launches, and has not been estimated.
+        None if on_cpu => row("time", &plan::expected_time(config, problems, parameters)),
+        None => {}
         Some(_) => row("goes on", &describe(start.position(), config)),
     }
     console::out("");

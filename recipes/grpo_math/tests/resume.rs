@@ -145,7 +145,7 @@ fn a_run_without_a_whole_checkpoint_says_so() {
     let said = text(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(
-        said.contains("step_0001") && said.contains("step_0000") && said.contains("no checkpoint"),
+        said.contains("step_0001") && said.contains("step_0000") && said.contains("no whole checkpoint"),
         "{said}"
     );
 }
@@ -263,8 +263,8 @@ fn a_damaged_history_is_refused_before_anything_is_changed() {
         for part in [
             "metrics.jsonl",
             &expected,
-            "nothing was changed",
-            "Put the file back",
+            "Nothing was changed",
+            "Put it back",
             "--config",
         ] {
             assert!(said.contains(part), "{part} is missing:\n{said}");

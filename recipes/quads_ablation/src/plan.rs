@@ -607,4 +607,29 @@ mod tests {
             .collect();
         assert_eq!(names, BTreeSet::from(["calm", "hard", "scaling-128", "scaling-256"]));
     }
+
+    /// All that are declared, so that those of a later call are there; no others: `rollout_old` refuses G.
+    #[test]
+    fn gaps_are_those_of_the_arms_that_a_series_is_declared_with() {
+        let mut plan = plan("gaps");
+        plan.series = plan.declared.clone();
+        for series in &mut plan.series {
+            series.arms.truncate(1);
+        }
+        let arms = |name: &str| {
+            let job = plan.jobs().into_iter().find_map(|job| match job {
+                Job::Gaps { ref series, .. } if series.name == name => Some(job),
+                _ => None,
+            });
+            let warm = plan.layout.warmup("calm", 1);
+            std::fs::create_dir_all(warm.join("checkpoints/step_0000")).unwrap();
+            match plan.work(&job.unwrap(), None).unwrap() {
+                Work::Gaps { arms, .. } => arms.join(" "),
+                other => panic!("{other:?} is no measurement of gaps"),
+            }
+        };
+        assert_eq!(arms("calm"), "A B C D E E+ F F' G H I");
+        assert_eq!(arms("rollout_old"), "A B C D E E+ F F' H I");
+        std::fs::remove_dir_all(plan.layout.out()).unwrap();
+    }
 }

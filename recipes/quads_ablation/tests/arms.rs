@@ -115,7 +115,7 @@ fn the_declaration_is_what_the_comparison_asks_for() {
     assert!((32..=128).contains(&hard.rollout.max_new_tokens));
     assert!(hard.model.shape().num_hidden_layers > config("calm").model.shape().num_hidden_layers);
     assert_eq!(series("hard").choice.as_ref().unwrap().arm.letter, "A");
-    let widths = ["scaling-64", "scaling-128", "scaling-256"].map(|name| config(name).model.shape().hidden_size);
+    let widths = ["calm", "scaling-128", "scaling-256"].map(|name| config(name).model.shape().hidden_size);
     assert_eq!(widths, [64, 128, 256]);
 }
 
