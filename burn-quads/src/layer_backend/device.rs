@@ -102,11 +102,12 @@ fn order_by_expert<B: Backend>(expert_ids: Tensor<B, 1, Int>, experts: usize) ->
     }
 }
 
-/// A token's rows are gathered side by side and added in the order of its experts, the largest logit first.
+/// A token's rows are gathered side by side and added.
 fn permute_rows_backward<B: Backend>(grad: Tensor<B, 2>, order: &ExpertOrder<B>, tokens: usize) -> Tensor<B, 2> {
     let [rows, d] = grad.dims();
     if rows == 0 {
-        return Tensor::zeros([tokens, d], &grad.device());
+        // No token either; nothing is launched over no element.
+        return Tensor::empty([tokens, d], &grad.device());
     }
     grad.select(0, order.inverse.clone())
         .reshape([tokens, rows / tokens, d])

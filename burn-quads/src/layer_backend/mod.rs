@@ -166,8 +166,8 @@ pub trait LayerBackend: Backend {
         composite::order_by_expert(expert_ids, experts)
     }
 
-    /// `x` `[tokens, d]` once for each expert of a token, sorted by expert: `[rows, d]` of an order of `tokens · top_k` rows,
-    /// a token's side by side.
+    /// `x` `[tokens, d]` once for each expert of a token, sorted by expert: `[rows, d]`. The order is one of `tokens · top_k` rows,
+    /// in which those of a token were side by side.
     fn permute_rows(x: Tensor<Self, 2>, order: &ExpertOrder<Self>) -> Tensor<Self, 2> {
         composite::permute_rows(x, order)
     }

@@ -11,7 +11,7 @@ use std::{
 
 use crate::{
     answer, machine,
-    results::{Results, Series},
+    results::{ArmRun, Results, Seed, Series},
     table,
 };
 
@@ -193,6 +193,13 @@ fn differing(new: &Series, before: &Series) -> Option<String> {
     (!told.is_empty()).then(|| told.join("; "))
 }
 
+/// Whether a run of an arm is shorter than another, was given up where the other was not, or is judged on fewer problems.
+fn lesser(run: &ArmRun, than: &ArmRun) -> bool {
+    run.steps < than.steps
+        || (run.stopped.is_some() && than.stopped.is_none())
+        || run.end.own.0.len() < than.end.own.0.len()
+}
+
 /// What a series lacks of what was there before, in words.
 fn missing(new: &Series, before: &Series) -> Option<String> {
     let (mut arms, mut gaps) = (Vec::new(), Vec::new());
@@ -200,14 +207,16 @@ fn missing(new: &Series, before: &Series) -> Option<String> {
         let found = new.seeds.iter().find(|found| found.seed == seed.seed);
         for arm in &seed.arms {
             let run = found.and_then(|found| found.arm(&arm.arm));
-            if run.is_none_or(|run| run.steps < arm.steps) {
+            if run.is_none_or(|run| lesser(run, arm)) {
                 arms.push(format!("{} of seed {}", arm.arm, seed.seed));
             }
         }
+        // Of the arms that were run: an earlier build measured those of all others as well.
+        let gap = |seed: &Seed, arm: &str| seed.gap(arm).is_some();
         if seed
-            .gaps
+            .arms
             .iter()
-            .any(|gap| found.and_then(|found| found.gap(&gap.arm)).is_none())
+            .any(|arm| gap(seed, &arm.arm) && !found.is_some_and(|found| gap(found, &arm.arm)))
         {
             gaps.push(seed.seed.to_string());
         }
@@ -383,7 +392,7 @@ mod tests {
                 series.settings.insert("trainer.learning_rate".into(), "0.0001".into());
                 series.choice = Some(synthetic::choice());
             }
-            // Gaps are measured for every arm, run or not.
+            // As an earlier build measured them: of every arm, run or not.
             for (seed, all) in series
                 .seeds
                 .iter_mut()
@@ -502,6 +511,10 @@ mod tests {
             "1 of its 33 arms are missing or shorter, the first is E of seed 2",
         );
         let less = without(|series| series.seeds[1].arms[4].steps = 19);
+        refused(&less, "the first is E of seed 2");
+        let less = without(|series| series.seeds[1].arms[4].stopped = Some("out of memory".into()));
+        refused(&less, "the first is E of seed 2");
+        let less = without(|series| drop(series.seeds[1].arms[4].end.own.0.pop()));
         refused(&less, "the first is E of seed 2");
         let less = without(|series| drop(series.seeds[1].gaps.pop()));
         refused(&less, "gaps are missing of the seeds 2");

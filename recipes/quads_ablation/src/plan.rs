@@ -168,6 +168,12 @@ impl Plan {
         arms.iter().map(|arm| arm.letter.to_string()).collect()
     }
 
+    /// Whether what was measured is what would be: of fewer arms or completions it is measured anew.
+    fn has_all_gaps(&self, file: &GapsFile, series: &Series) -> bool {
+        let measured = |letter: &String| file.gaps.iter().any(|gap| gap.arm == *letter);
+        file.completions == series.gap_completions && self.declared_arms(series).iter().all(measured)
+    }
+
     /// The first declared series with the same warm-up, whose name it has.
     fn warmup_name(&self, series: &Series) -> String {
         let settings = warmup_settings(&series.settings);
@@ -324,9 +330,9 @@ impl Plan {
                 Ok(_) => State::Done,
                 Err(_) => begun(&path),
             },
-            Job::Gaps { .. } => match files::read::<GapsFile>(&path)? {
-                Some(_) => State::Done,
-                None => State::Missing,
+            Job::Gaps { series, .. } => match files::read::<GapsFile>(&path)? {
+                Some(file) if self.has_all_gaps(&file, series) => State::Done,
+                _ => State::Missing,
             },
             Job::Arm { .. } => match files::read::<ArmFile>(&arm_file(&path))? {
                 Some(arm) if arm.complete => State::Done,

@@ -100,7 +100,7 @@ pub struct Seed {
     pub seed: u64,
     /// Steps of the warm-up.
     pub warmup_steps: usize,
-    /// Gaps of all arms' precisions at the warm-up checkpoint, on the same tokens.
+    /// Gaps of the declared arms' precisions at the warm-up checkpoint, on the same tokens.
     pub gaps: Vec<Gap>,
     /// In the order of the table of arms.
     pub arms: Vec<ArmRun>,
