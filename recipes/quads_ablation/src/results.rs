@@ -338,7 +338,8 @@ impl Results {
     }
 
     /// Groups of series that are named after the values of a setting: `sweep-1e-4` and `sweep-3e-4` where that is
-    /// `trainer.learning_rate`. Of several settings that have these values, the first by its name.
+    /// `trainer.learning_rate`. Of several settings that have these values, the first by its name that every other
+    /// series has otherwise, if there is one.
     pub fn families(&self) -> Vec<Family<'_>> {
         let mut names: Vec<&str> = Vec::new();
         for series in &self.series {
@@ -358,7 +359,13 @@ impl Results {
             let value = |series: &Series| series.settings.get(*key)?.parse::<f64>().ok();
             members.iter().all(|(named, series)| value(series) == Some(*named))
         };
-        let setting = members.first()?.1.settings.keys().find(named_after)?;
+        let mut candidates = members.first()?.1.settings.keys().filter(named_after);
+        // What another series has too is hardly what this family varies.
+        let varied = |key: &&String| {
+            let mut others = self.series.iter().filter(|series| series.group() != name);
+            others.all(|other| other.settings.get(*key) != members[0].1.settings.get(*key))
+        };
+        let setting = candidates.clone().find(varied).or_else(|| candidates.next())?;
         Some(Family { name, setting, members })
     }
 
@@ -961,6 +968,13 @@ mod tests {
             ..results.clone()
         };
         assert_eq!(named(&alone)[0].2, [1e-4]);
+        // A setting that all series share is not what it varies, though it has the same value.
+        let mut shared = results.clone();
+        shared.series.truncate(3);
+        for series in &mut shared.series {
+            series.settings.insert("eval.problems".into(), "0.0001".into());
+        }
+        assert_eq!(named(&shared)[0].1, "trainer.learning_rate");
         results.series[3].name = "rate-middle".into();
         assert_eq!(named(&results), []);
         assert_eq!(results.main_series().count(), 8);
