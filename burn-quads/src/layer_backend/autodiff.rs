@@ -13,6 +13,7 @@ use burn::{
     tensor::{Int, Tensor, TensorPrimitive},
 };
 use burn_backend::tensor::FloatTensor;
+use core::{fmt, marker::PhantomData};
 
 impl<B: LayerBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
     fn rms_norm(x: Tensor<Self, 2>, gamma: Tensor<Self, 1>, epsilon: f64) -> Tensor<Self, 2> {
@@ -48,29 +49,9 @@ impl<B: LayerBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
     }
 
     fn swiglu(gate_up: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        #[derive(Debug)]
-        struct Swiglu;
-        impl<B: LayerBackend> Backward<B, 1> for Swiglu {
-            type State = Tensor<B, 2>;
-
-            fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-                let gate_up = ops.state;
-                unary::<B, _>(ops.parents, ops.node, grads, |grad| {
-                    primitive(B::swiglu_backward(gate_up, wrap(grad)))
-                });
-            }
-        }
-        let gate_up = primitive(gate_up);
-        let node = gate_up.node;
-        let gate_up = wrap::<B, 2>(gate_up.primitive);
-        let output = primitive(B::swiglu(gate_up.clone()));
-        let prep = Backward::<B, 1>::prepare::<C>(Swiglu, [node])
-            .compute_bound()
-            .stateful();
-        wrap(match prep {
-            OpsKind::Tracked(prep) => prep.finish(gate_up, output),
-            OpsKind::UnTracked(prep) => prep.finish(output),
-        })
+        let inner = gate_up.clone().inner();
+        let output = B::swiglu(inner.clone());
+        unary_node(gate_up, output, inner, B::swiglu_backward)
     }
 
     fn causal_attention(input: AttentionInput<Self>) -> Tensor<Self, 3> {
@@ -116,54 +97,49 @@ impl<B: LayerBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
     }
 
     fn permute_rows(x: Tensor<Self, 2>, order: &ExpertOrder<Self>) -> Tensor<Self, 2> {
-        #[derive(Debug)]
-        struct PermuteRows;
-        impl<B: LayerBackend> Backward<B, 1> for PermuteRows {
-            type State = (ExpertOrder<B>, usize);
-
-            fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-                let (order, tokens) = ops.state;
-                unary::<B, _>(ops.parents, ops.node, grads, |grad| {
-                    primitive(B::permute_rows_backward(wrap(grad), &order, tokens))
-                });
-            }
-        }
-        let (tokens, order) = (x.dims()[0], inner_order(order));
-        let x = primitive(x);
-        let output = primitive(B::permute_rows(wrap(x.primitive), &order));
-        let prep = Backward::<B, 1>::prepare::<C>(PermuteRows, [x.node])
-            .compute_bound()
-            .stateful();
-        wrap(match prep {
-            OpsKind::Tracked(prep) => prep.finish((order, tokens), output),
-            OpsKind::UnTracked(prep) => prep.finish(output),
+        let kept = (inner_order(order), x.dims()[0]);
+        let output = B::permute_rows(x.clone().inner(), &kept.0);
+        unary_node(x, output, kept, |(order, tokens), grad| {
+            B::permute_rows_backward(grad, &order, tokens)
         })
     }
 
     fn unpermute_rows(rows: Tensor<Self, 2>, order: &ExpertOrder<Self>) -> Tensor<Self, 2> {
-        #[derive(Debug)]
-        struct UnpermuteRows;
-        impl<B: LayerBackend> Backward<B, 1> for UnpermuteRows {
-            type State = ExpertOrder<B>;
-
-            fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-                let order = ops.state;
-                unary::<B, _>(ops.parents, ops.node, grads, |grad| {
-                    primitive(B::unpermute_rows_backward(wrap(grad), &order))
-                });
-            }
-        }
         let order = inner_order(order);
-        let rows = primitive(rows);
-        let output = primitive(B::unpermute_rows(wrap(rows.primitive), &order));
-        let prep = Backward::<B, 1>::prepare::<C>(UnpermuteRows, [rows.node])
-            .compute_bound()
-            .stateful();
-        wrap(match prep {
-            OpsKind::Tracked(prep) => prep.finish(order, output),
-            OpsKind::UnTracked(prep) => prep.finish(output),
+        let output = B::unpermute_rows(rows.clone().inner(), &order);
+        unary_node(rows, output, order, |order, grad| {
+            B::unpermute_rows_backward(grad, &order)
         })
     }
+}
+
+/// `output` as one node whose parent is `x`; `backward` makes the gradient of `x` of what was kept and that of `output`.
+fn unary_node<B: LayerBackend, C: CheckpointStrategy, S: Clone + Send + fmt::Debug + 'static>(
+    x: Tensor<Autodiff<B, C>, 2>,
+    output: Tensor<B, 2>,
+    kept: S,
+    backward: fn(S, Tensor<B, 2>) -> Tensor<B, 2>,
+) -> Tensor<Autodiff<B, C>, 2> {
+    #[derive(Debug)]
+    struct Unary<S>(PhantomData<S>);
+    impl<B: LayerBackend, S: Clone + Send + fmt::Debug + 'static> Backward<B, 1> for Unary<S> {
+        type State = (S, fn(S, Tensor<B, 2>) -> Tensor<B, 2>);
+
+        fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+            let (kept, backward) = ops.state;
+            unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+                primitive(backward(kept, wrap(grad)))
+            });
+        }
+    }
+    let prep = Backward::<B, 1>::prepare::<C>(Unary(PhantomData::<S>), [primitive(x).node])
+        .compute_bound()
+        .stateful();
+    let output = primitive(output);
+    wrap(match prep {
+        OpsKind::Tracked(prep) => prep.finish((kept, backward), output),
+        OpsKind::UnTracked(prep) => prep.finish(output),
+    })
 }
 
 fn inner_order<B: LayerBackend, C: CheckpointStrategy>(order: &ExpertOrder<Autodiff<B, C>>) -> ExpertOrder<B> {

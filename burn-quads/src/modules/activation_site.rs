@@ -1,10 +1,10 @@
 //! Where activations enter a quantized layer: which residuals are compensated there, and what measures them.
-use burn::tensor::{Int, Tensor, TensorPrimitive};
+use burn::tensor::{Tensor, TensorPrimitive};
 use burn_nvfp4::Precision;
 use kernels_cubecl::{Activation, ResidualMask};
 
 use super::{error_probe::ErrorProbe, range_probe::RangeProbe, residual_probe::ResidualProbe};
-use crate::backend::QuadsBackend;
+use crate::{backend::QuadsBackend, layer_backend::ExpertOrder};
 
 /// The input of one or several quantized layers that share it (q/k/v of an attention; gate and up of the experts).
 #[derive(Clone, Debug, Default)]
@@ -97,22 +97,16 @@ impl ActivationSite {
         }
     }
 
-    /// Measures an input whose rows are sorted by expert: `counts` says how many each has, and `inverse` where the rows
-    /// are, in token order.
-    pub(crate) fn observe_sorted<B: QuadsBackend>(
-        &self,
-        x: &Tensor<B, 2>,
-        inverse: &Tensor<B, 1, Int>,
-        counts: &Tensor<B, 1, Int>,
-    ) {
+    /// Measures an input whose rows are sorted by expert, in this order.
+    pub(crate) fn observe_sorted<B: QuadsBackend>(&self, x: &Tensor<B, 2>, order: &ExpertOrder<B>) {
         if let Some(probe) = &self.probe {
-            probe.add(x.clone().select(0, inverse.clone()));
+            probe.add(B::unpermute_rows(x.clone(), order));
         }
         if let Some(probe) = &self.range_probe {
-            probe.add_sorted(x.clone(), counts.clone());
+            probe.add_sorted(x.clone(), order.counts.clone());
         }
         if let Some(probe) = &self.error_probe {
-            probe.add(&x.clone().select(0, inverse.clone()));
+            probe.add(&B::unpermute_rows(x.clone(), order));
         }
     }
 

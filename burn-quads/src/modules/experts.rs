@@ -210,7 +210,7 @@ impl<B: QuadsBackend> QuadsExperts<B> {
             product(B::permute_rows(x, &order), masters[0].val())
         });
         let hidden = B::swiglu(gate_up);
-        self.hidden.observe_sorted(&hidden, &order.inverse, &order.counts);
+        self.hidden.observe_sorted(&hidden, &order);
         let rows = backward.values(quantize(&self.hidden, hidden.clone()));
         let rows = backward.of(product(rows, down_proj), || product(hidden, masters[1].val()));
 

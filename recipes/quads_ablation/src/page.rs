@@ -36,11 +36,11 @@ pub struct Kept {
 impl Kept {
     /// Plain series come first, families last, by the value that they are named after.
     fn place(&self) -> (usize, &str, f64, &str) {
-        let name = self.results.series.first().map_or("", |series| series.name.as_str());
-        let plain = FIRST.iter().position(|first| *first == name);
-        let value = name.split_once('-').and_then(|(_, value)| value.parse::<f64>().ok());
-        let family = value.map_or("", |_| name.split('-').next().unwrap_or(name));
-        (plain.unwrap_or(FIRST.len()), family, value.unwrap_or(0.0), &self.file)
+        let series = self.results.series.first();
+        let plain = series.and_then(|series| FIRST.iter().position(|first| *first == series.name));
+        let member = series.and_then(|series| Some((series.group(), series.value()?)));
+        let (family, value) = member.unwrap_or_default();
+        (plain.unwrap_or(FIRST.len()), family, value, &self.file)
     }
 }
 

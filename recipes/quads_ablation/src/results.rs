@@ -352,7 +352,7 @@ impl Results {
 
     fn family<'a>(&'a self, name: &'a str) -> Option<Family<'a>> {
         let of_group = self.series.iter().filter(|series| series.group() == name);
-        let value = |series: &'a Series| Some((series.name.split_once('-')?.1.parse::<f64>().ok()?, series));
+        let value = |series: &'a Series| Some((series.value()?, series));
         let mut members: Vec<(f64, &Series)> = of_group.map(value).collect::<Option<_>>()?;
         members.sort_by(|one, other| one.0.total_cmp(&other.0));
         let named_after = |key: &&String| {
@@ -404,6 +404,11 @@ impl Series {
     /// What a group of series is called: the name up to a `-`.
     pub fn group(&self) -> &str {
         self.name.split('-').next().unwrap_or(&self.name)
+    }
+
+    /// The value that a series of a family is named after.
+    pub fn value(&self) -> Option<f64> {
+        self.name.split_once('-')?.1.parse().ok()
     }
 
     /// Letters of the arms that any seed has, in the order of the table of arms.
