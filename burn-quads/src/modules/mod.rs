@@ -13,5 +13,5 @@ pub mod residual_masks;
 pub mod residual_probe;
 pub mod rotary;
 pub mod router;
-mod seeded_init;
+pub(crate) mod seeded_init;
 pub mod straight_through;

@@ -28,13 +28,11 @@ struct SeededInit {
     rng: ChaCha8Rng,
 }
 
-impl SeededInit {
-    /// Box-Muller, one of the pair.
-    fn normal(&mut self) -> f32 {
-        let radius = (-2.0 * (1.0 - self.rng.random::<f64>()).ln()).sqrt();
-        let angle = std::f64::consts::TAU * self.rng.random::<f64>();
-        (radius * angle.cos()) as f32
-    }
+/// A standard normal draw. Box-Muller, one of the pair.
+pub(crate) fn normal(rng: &mut impl Rng) -> f32 {
+    let radius = (-2.0 * (1.0 - rng.random::<f64>()).ln()).sqrt();
+    let angle = std::f64::consts::TAU * rng.random::<f64>();
+    (radius * angle.cos()) as f32
 }
 
 impl<B: Backend> ModuleMapper<B> for SeededInit {
@@ -54,7 +52,7 @@ impl<B: Backend> ModuleMapper<B> for SeededInit {
         let values: Vec<f32> = if path.ends_with(".bias") {
             vec![0.0; elements.len()]
         } else if path == "embed_tokens.weight" {
-            elements.map(|_| self.normal()).collect()
+            elements.map(|_| normal(&mut self.rng)).collect()
         } else {
             let limit = 1.0 / (shape[D - 2] as f32).sqrt();
             elements.map(|_| self.rng.random_range(-limit..limit)).collect()
