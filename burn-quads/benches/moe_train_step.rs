@@ -7,7 +7,8 @@
 //! Random weights and random tokens: only time and memory mean anything. 16 rows of 1,024 tokens, W4A16 trainer with f32
 //! masters and AdamW in f32, rollout in W4A4 with compensation of all channels. `--small` takes a tiny model on short rows
 //! (to try the benchmark where there is no GPU), `--without-fusion` Burn's backend without Fusion; `--micro-rows N` (4)
-//! rows run forward and backward at once; `--rows`, `--tokens`, `--layers`, `--decode-rows`, `--new-tokens` change sizes.
+//! rows run forward and backward at once; `--rows`, `--tokens`, `--layers`, `--decode-rows`, `--new-tokens` change sizes
+//! (no rows to decode: no decoding).
 //!
 //! Each part is run twice and the second time counts: the first compiles kernels and chooses among them. The device is
 //! waited for after each part, so parts do not overlap; a step of the learner, timed as a whole after them, may be
@@ -76,6 +77,7 @@ struct Options {
     rows: usize,
     tokens: usize,
     micro_rows: usize,
+    /// Without any nothing is decoded.
     decode_rows: usize,
     new_tokens: usize,
     fusion: bool,
@@ -103,10 +105,11 @@ impl Options {
         let mut arguments = arguments.into_iter();
         while let Some(argument) = arguments.next() {
             let mut value = || arguments.next().unwrap_or_else(|| panic!("{argument} takes a value"));
-            let number = |text: String| -> usize {
-                let number = text.parse().ok().filter(|n| *n > 0);
-                number.unwrap_or_else(|| panic!("{argument} takes a number above 0, not {text}"))
+            let number_from = |least: usize, text: String| -> usize {
+                let number = text.parse().ok().filter(|n| *n >= least);
+                number.unwrap_or_else(|| panic!("{argument} takes a number from {least} up, not {text}"))
             };
+            let number = |text: String| number_from(1, text);
             match argument.as_str() {
                 "--small" => {}
                 "--without-fusion" => options.fusion = false,
@@ -114,7 +117,7 @@ impl Options {
                 "--tokens" => options.tokens = number(value()),
                 "--micro-rows" => options.micro_rows = number(value()),
                 "--layers" => options.model.num_hidden_layers = number(value()),
-                "--decode-rows" => options.decode_rows = number(value()),
+                "--decode-rows" => options.decode_rows = number_from(0, value()),
                 "--new-tokens" => options.new_tokens = number(value()),
                 "--out" => options.out = Some(value().into()),
                 // Cargo passes this to every benchmark.
@@ -381,14 +384,14 @@ fn run<B: Nvfp4Backend + LayerBackend>(options: &Options, backend: &str) {
         memory: Memory::watch(),
         parts: Vec::new(),
     };
-    let mut engine = RolloutEngine::new(options.decode_rows, 16 + options.new_tokens).expect("room for tokens");
+    let mut engine = RolloutEngine::new(options.decode_rows.max(1), 16 + options.new_tokens).expect("room for tokens");
     let mut decoding = None;
     for round in 0..2 {
         eprintln!("round {round}, {:.1} s after the start", start.elapsed().as_secs_f64());
         timer.parts.clear();
         let rollout = timer.time("sync (packing)", || sync(&model, &rollout_precision, None));
         let (rollout, _) = rollout.expect("finite weights");
-        decoding = Some(decode::<B>(options, &rollout, &mut engine));
+        decoding = (options.decode_rows > 0).then(|| decode::<B>(options, &rollout, &mut engine));
         drop(rollout);
         let scores = timer.time("scoring (old log-probs)", || {
             let policy = model.valid();
@@ -416,14 +419,15 @@ fn run<B: Nvfp4Backend + LayerBackend>(options: &Options, backend: &str) {
     };
     parts.iter().for_each(print);
     print(&step);
-    let decoding = decoding.expect("two rounds");
-    println!(
-        "decoding, {} rows: {:.1} ms a step, {:.0} tokens/s; {:.1} ms for the step with the prompts of 16 tokens",
-        options.decode_rows,
-        decoding.step,
-        options.decode_rows as f64 / decoding.step * 1e3,
-        decoding.prompts
-    );
+    if let Some(decoding) = &decoding {
+        println!(
+            "decoding, {} rows: {:.1} ms a step, {:.0} tokens/s; {:.1} ms for the step with the prompts of 16 tokens",
+            options.decode_rows,
+            decoding.step,
+            options.decode_rows as f64 / decoding.step * 1e3,
+            decoding.prompts
+        );
+    }
     if let Some(out) = &options.out {
         let json =
             |part: &Part| serde_json::json!({"part": part.name, "ms": part.milliseconds, "peak_device_mib": part.peak});
@@ -438,8 +442,8 @@ fn run<B: Nvfp4Backend + LayerBackend>(options: &Options, backend: &str) {
             "parts": parts.iter().map(json).collect::<Vec<_>>(),
             "step": json(&step),
             "decode_rows": options.decode_rows,
-            "decode_step_ms": decoding.step,
-            "prompt_step_ms": decoding.prompts,
+            "decode_step_ms": decoding.as_ref().map(|decoding| decoding.step),
+            "prompt_step_ms": decoding.as_ref().map(|decoding| decoding.prompts),
         });
         let text = serde_json::to_string_pretty(&report).expect("JSON");
         std::fs::write(out, text).unwrap_or_else(|error| panic!("{}: {error}", out.display()));

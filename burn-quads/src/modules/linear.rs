@@ -233,7 +233,12 @@ impl<'a, B: Backend, const N: usize> OuterScaleGroup<'a, B, N> {
 
     /// The largest magnitude over all members, `[1]`, outside the autodiff graph.
     pub fn amax(&self) -> Tensor<B, 1> {
-        let amax = |member: &QuadsLinear<B>| member.weight.val().detach().abs().max();
+        // A detached parameter still asks for its gradient, for which Burn would look for the place of the maximum. One side
+        // after the other: a GPU has a thread for each row of what is left, and would have one for all.
+        let amax = |member: &QuadsLinear<B>| {
+            let weight = member.weight.val().detach().set_require_grad(false);
+            weight.abs().max_dim(1).max_dim(0).reshape([1])
+        };
         let first = amax(self.members[0]);
         self.members[1..]
             .iter()

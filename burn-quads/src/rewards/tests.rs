@@ -344,9 +344,12 @@ mod any_text {
                     math_reward(&text, "1");
                     start.elapsed()
                 };
-                // The least of several: another process may hold the processor.
-                let least = (0..5).map(|_| once()).min().unwrap();
-                assert!(least < Duration::from_millis(10), "{piece:?} after {head:?}: {least:?}");
+                // Once is enough: other processes may hold the processor.
+                let took: Vec<_> = (0..50)
+                    .map(|_| once())
+                    .take_while(|took| *took >= Duration::from_millis(10))
+                    .collect();
+                assert!(took.len() < 50, "{piece:?} after {head:?}: {:?}", took.iter().min());
             }
         }
     }

@@ -14,8 +14,14 @@ use burn::{
     },
 };
 
-/// Logits that live at once, 16 MiB of them.
-const CHUNK_LOGITS: usize = 1 << 22;
+/// Logits that live at once: 16 MiB of f32, which caches hold, and 128 MiB on GPUs, where tokens are worked on side by side
+/// and few of them take as long as many.
+fn logits_at_once<B: Backend>(device: &B::Device) -> usize {
+    match B::name(device).contains("cubecl<") {
+        true => 1 << 25,
+        false => 1 << 22,
+    }
+}
 
 /// Tokens a chunk.
 fn chunk_tokens(vocab: usize, logits: usize) -> usize {
@@ -127,7 +133,7 @@ pub fn token_log_probs_and_entropies<B: Backend>(
     temperature: f32,
 ) -> (Tensor<B, 1>, Tensor<B, 1>) {
     check_shapes(&hidden, &head, &targets, temperature);
-    let size = chunk_tokens(head.dims()[1], CHUNK_LOGITS);
+    let size = chunk_tokens(head.dims()[1], logits_at_once::<B>(&hidden.device()));
     let (log_probs, entropies): (Vec<_>, Vec<_>) = chunks(&hidden, &targets, size)
         .map(|(_, hidden, targets)| {
             let (shifted, log_sum) = shifted(logits(hidden, &head, temperature));
@@ -157,12 +163,13 @@ pub fn token_log_probs<B: DifferentiableLogProbs>(
     temperature: f32,
 ) -> Tensor<B, 1> {
     check_shapes(&hidden, &head, &targets, temperature);
+    let chunk_logits = logits_at_once::<B>(&hidden.device());
     Tensor::from_primitive(TensorPrimitive::Float(B::token_log_probs(
         hidden.into_primitive().tensor(),
         head.into_primitive().tensor(),
         targets.into_primitive(),
         temperature,
-        CHUNK_LOGITS,
+        chunk_logits,
     )))
 }
 

@@ -157,7 +157,7 @@ impl Reinforced {
                 self.measure_layers(session)?;
             }
             session.save(&self.snapshot(config))?;
-            held_out = Some(evaluation.accuracy.sampled);
+            held_out = Some((evaluation.accuracy.sampled, 0));
             if steps > 0 && session.stop_after(Position::Grpo(0)) {
                 progress.finish();
                 return Ok(Stage::Stopped(Position::Grpo(0)));
@@ -176,10 +176,13 @@ impl Reinforced {
                 self.measure_layers(session)?;
             }
 
-            held_out = evaluation.map(|evaluation| evaluation.accuracy.sampled).or(held_out);
+            held_out = evaluation
+                .map(|evaluation| (evaluation.accuracy.sampled, self.step))
+                .or(held_out);
             let number = |name: &str| line.get(name).unwrap_or(f64::NAN);
             let (reward, gap) = (number("reward/mean"), number("sampling/sampling_logp_difference/mean"));
-            let held_out = held_out.map_or("-".into(), percent);
+            // Evaluations are rare: the line says which one it repeats.
+            let held_out = held_out.map_or("-".into(), |(share, step)| format!("{} at step {step}", percent(share)));
             progress.step(
                 self.step,
                 format!("reward {reward:.2}  held-out {held_out}  gap {}", nats(gap)),

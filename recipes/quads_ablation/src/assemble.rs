@@ -32,23 +32,15 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
             .as_ref()
             .and_then(|choice| run_of_choice(layout, series, choice).transpose())
             .transpose()?;
-        let mut of_gaps = None;
+        let mut of_gaps: Option<(PathBuf, Settings)> = None;
         for seed in seeds_of(layout, &series.name)? {
             let mut runs = Vec::new();
             let mut warmup_steps = 0;
             for arm in &ARMS {
                 let run = layout.arm(&series.name, seed, arm);
-                let Some(file) = files::read::<ArmFile>(&arm_file(&run))? else {
+                let Some(file) = ArmFile::of(&run, arm)? else {
                     continue;
                 };
-                if file.run.arm != arm.letter {
-                    bail!(
-                        "{}: the file of arm {}, where that of arm {} is expected",
-                        arm_file(&run).display(),
-                        file.run.arm,
-                        arm.letter
-                    );
-                }
                 let host = file.host();
                 processors.extend(host.as_ref().and_then(|host| host.processor.clone()));
                 devices.extend(device_of(&file.settings));
@@ -67,7 +59,11 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
                 devices.extend(device_of(&gaps.settings));
                 // Series share warm-ups.
                 warmups.insert((gaps.warmup.clone(), seed), gaps.warmup_s);
-                of_gaps.get_or_insert_with(|| gaps.settings.clone());
+                let (file, own) = (layout.gaps(&series.name, seed), without_choice(&gaps.settings, series));
+                match &of_gaps {
+                    Some((other, first)) => check_same(other, first, &file, &own)?,
+                    None => of_gaps = Some((file, own)),
+                }
             }
             if gaps.is_some() || !runs.is_empty() {
                 seeds.push(Seed {
@@ -78,13 +74,16 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
                 });
             }
         }
+        if let (Some((run, settings)), Some((gaps, of_gaps))) = (&settings, &of_gaps) {
+            check_same(run, &without_choice(settings, series), gaps, of_gaps)?;
+        }
         if !seeds.is_empty() || choice.is_some() {
             all.push(Series {
                 name: series.name.clone(),
                 about: series.about.clone(),
                 settings: match settings {
                     Some((_, settings)) => settings,
-                    None => settings_without_arms(series, of_gaps, choice.as_ref())?,
+                    None => settings_without_arms(series, of_gaps.map(|(_, settings)| settings), choice.as_ref())?,
                 },
                 choice,
                 seeds,
@@ -130,14 +129,10 @@ fn settings_without_arms(
     of_gaps: Option<Settings>,
     choice: Option<&Chosen>,
 ) -> Result<Settings> {
-    let all = match of_gaps {
+    let mut settings = match of_gaps {
         Some(settings) => settings,
-        None => series::all_settings(&series.assignments())?,
+        None => without_choice(&series::all_settings(&series.assignments())?, series),
     };
-    let mut settings = of_series(&all, series);
-    if let Some(declared) = &series.choice {
-        settings.remove(&declared.key);
-    }
     if let Some(Chosen { key, chosen, .. }) = choice {
         let written = series::all_settings(&[format!("{key}={chosen}")])?;
         settings.extend(written.get(key).map(|value| (key.clone(), value.clone())));
@@ -145,7 +140,7 @@ fn settings_without_arms(
     Ok(settings)
 }
 
-/// Arms of a series differ in what their table says and in nothing else, wherever they were run.
+/// Arms of a series differ in what their table says and in nothing else, wherever they were run; so do their gaps.
 fn check_same(one: &Path, settings: &Settings, other: &Path, others: &Settings) -> Result<()> {
     let keys: BTreeSet<_> = settings.keys().chain(others.keys()).collect();
     let value = |settings: &Settings, key: &String| settings.get(key).cloned().unwrap_or_else(|| "the default".into());
@@ -177,6 +172,15 @@ fn of_series(settings: &Settings, series: &series::Series) -> Settings {
     };
     let wanted = settings.iter().filter(wanted);
     wanted.map(|(key, value)| (key.clone(), value.clone())).collect()
+}
+
+/// The same without what the series chooses: gaps are measured before, with any value of it.
+fn without_choice(settings: &Settings, series: &series::Series) -> Settings {
+    let mut settings = of_series(settings, series);
+    if let Some(choice) = &series.choice {
+        settings.remove(&choice.key);
+    }
+    settings
 }
 
 /// The seeds that have a folder, in order.

@@ -1,11 +1,13 @@
 //! `arm.json` and `gaps.json`: small files that can be carried from one machine to another, as `choice.json`, a
 //! [`Chosen`](crate::results::Chosen), can.
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use grpo_math::atomic_write::write_atomically;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::{fs, path::Path};
 
 use crate::{
+    arms::Arm,
+    layout::arm_file,
     results::{ArmRun, Gap, Host},
     series::Settings,
 };
@@ -27,6 +29,24 @@ pub struct ArmFile {
 }
 
 impl ArmFile {
+    /// What an arm has left in its run folder; `None` where it has left nothing.
+    ///
+    /// # Errors
+    /// When the file cannot be read, or is another arm's; it is named.
+    pub fn of(run: &Path, arm: &Arm) -> Result<Option<Self>> {
+        let path = arm_file(run);
+        let file = read::<Self>(&path)?;
+        match &file {
+            Some(file) if file.run.arm != arm.letter => bail!(
+                "{}: the file of arm {}, where that of arm {} is expected",
+                path.display(),
+                file.run.arm,
+                arm.letter
+            ),
+            _ => Ok(file),
+        }
+    }
+
     /// What the arm's last steps ran on, as far as the file tells.
     pub fn host(&self) -> Option<Host> {
         let before = || {

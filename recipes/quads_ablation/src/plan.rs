@@ -1,6 +1,6 @@
 //! What there is to do: warm-ups, gaps and arms, in the order in which they are started; what is done of it, and what
 //! each needs.
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Error, Result, bail};
 use grpo_math::{
     checkpoints::Checkpoints,
     config::{Config, Layers},
@@ -16,8 +16,8 @@ use crate::{
     gaps::of_arm,
     layout::{Layout, arm_file},
     results::{Chosen, Tried},
-    series::{Series, Settings, all_settings, assignments, warmup_settings},
-    worker::{Run, Work},
+    series::{Choice, Series, Settings, all_settings, assignments, settings_of, warmup_settings},
+    worker::{self, Run, Work},
 };
 
 /// One process's work.
@@ -139,6 +139,12 @@ impl Plan {
     /// When something was made with other settings, or a file cannot be read.
     pub fn left(&self) -> Result<(Vec<(Job, State)>, usize)> {
         let (mut left, mut done) = (Vec::new(), 0);
+        for series in &self.series {
+            // A file that cannot be read would be found when all tries have ended, days later.
+            if let Some(choice) = &series.choice {
+                self.chosen(series, choice)?;
+            }
+        }
         for job in self.jobs() {
             self.check_settings(&job)?;
             match self.state(&job)? {
@@ -183,15 +189,11 @@ impl Plan {
             .map_or_else(|| series.name.clone(), |series| series.name.clone())
     }
 
-    /// The setting that a series has chosen; chooses it when all that decides is there. `None` where there is nothing to
-    /// choose.
+    /// What a series has chosen, from its file or from its tries, all of which have ended; `None` as long as one has not.
     ///
     /// # Errors
-    /// When a file of the choice cannot be read or written.
-    pub fn chosen(&self, series: &Series) -> Result<Option<Option<(String, String)>>> {
-        let Some(choice) = &series.choice else {
-            return Ok(Some(None));
-        };
+    /// When a file of the choice cannot be read, or tells of another choice than the declared one.
+    pub fn chosen(&self, series: &Series, choice: &Choice) -> Result<Option<Chosen>> {
         let path = self.layout.choice(&series.name);
         if let Some(file) = files::read::<Chosen>(&path)? {
             if file.key != choice.key || !choice.grid.contains(&file.chosen) {
@@ -202,7 +204,7 @@ impl Plan {
                     file.chosen
                 );
             }
-            return Ok(Some(Some((file.key, file.chosen))));
+            return Ok(Some(file));
         }
         let mut tried = Vec::new();
         for value in &choice.grid {
@@ -225,16 +227,29 @@ impl Plan {
             _ => Some(tried),
         });
         let chosen = best.context("a choice has values")?.value.clone();
-        let file = Chosen {
+        Ok(Some(Chosen {
             rule: RULE.into(),
             key: choice.key.clone(),
             arm: choice.arm.letter.into(),
             seeds: choice.seeds.clone(),
             tried,
-            chosen: chosen.clone(),
+            chosen,
+        }))
+    }
+
+    /// Writes what a series has chosen, as soon as all of its tries have ended. What was chosen once stays.
+    ///
+    /// # Errors
+    /// When a file of the choice cannot be read or written.
+    pub fn keep_choice(&self, series: &Series) -> Result<()> {
+        let path = self.layout.choice(&series.name);
+        let Some(choice) = series.choice.as_ref().filter(|_| !path.exists()) else {
+            return Ok(());
         };
-        files::write(&path, &file)?;
-        Ok(Some(Some((choice.key.clone(), chosen))))
+        match self.chosen(series, choice)? {
+            Some(chosen) => files::write(&path, &chosen),
+            None => Ok(()),
+        }
     }
 
     /// Settings of a job with its seed and device, the arm's among them.
@@ -289,10 +304,10 @@ impl Plan {
         match (&series.choice, tried) {
             (None, _) => {}
             (Some(choice), Some(value)) => all.push(format!("{}={value}", choice.key)),
-            (Some(choice), None) => match self.chosen(series)? {
-                Some(Some((key, value))) => all.push(format!("{key}={value}")),
+            (Some(choice), None) => match self.chosen(series, choice)? {
+                Some(Chosen { key, chosen, .. }) => all.push(format!("{key}={chosen}")),
                 // Nothing but the arms themselves depends on it.
-                _ => all.push(format!("{}={}", choice.key, choice.grid[0])),
+                None => all.push(format!("{}={}", choice.key, choice.grid[0])),
             },
         }
         Ok(all)
@@ -321,14 +336,14 @@ impl Plan {
     /// When its file cannot be read.
     pub fn state(&self, job: &Job) -> Result<State> {
         let path = self.path(job);
-        let begun = |path: &PathBuf| match path.join("config.toml").is_file() {
-            true => State::Begun,
-            false => State::Missing,
+        let begun = || match worker::has_begun(&path)? {
+            true => Ok::<_, Error>(State::Begun),
+            false => Ok(State::Missing),
         };
         Ok(match job {
             Job::Warmup { .. } => match Checkpoints::new(path.join("checkpoints")).read(Position::Grpo(0)) {
                 Ok(_) => State::Done,
-                Err(_) => begun(&path),
+                Err(_) => begun()?,
             },
             Job::Gaps { series, .. } => match files::read::<GapsFile>(&path)? {
                 Some(file) if self.has_all_gaps(&file, series) => State::Done,
@@ -336,7 +351,7 @@ impl Plan {
             },
             Job::Arm { .. } => match files::read::<ArmFile>(&arm_file(&path))? {
                 Some(arm) if arm.complete => State::Done,
-                _ => begun(&path),
+                _ => begun()?,
             },
         })
     }
@@ -350,14 +365,17 @@ impl Plan {
     /// Whether all that it needs is there.
     ///
     /// # Errors
-    /// When a file of a choice cannot be read or written.
+    /// When a file of a choice cannot be read.
     pub fn is_ready(&self, job: &Job) -> Result<bool> {
         let ended = |warmup: PathBuf| Checkpoints::new(warmup.join("checkpoints")).path(Position::Grpo(0));
         let warm = self.warmup_of(job).is_none_or(|warmup| ended(warmup).is_dir());
         Ok(match job {
             Job::Arm {
                 series, tried: None, ..
-            } => warm && self.chosen(series)?.is_some(),
+            } => match &series.choice {
+                Some(choice) => warm && self.chosen(series, choice)?.is_some(),
+                None => warm,
+            },
             _ => warm,
         })
     }
@@ -372,7 +390,7 @@ impl Plan {
     /// What a process is told; `given_up` says why an arm will take no more steps.
     ///
     /// # Errors
-    /// When a file of a choice cannot be read or written.
+    /// When a file of a choice cannot be read.
     pub fn work(&self, job: &Job, given_up: Option<&str>) -> Result<Work> {
         let assignments = self.assignments(job)?;
         let path = self.path(job);
@@ -406,16 +424,16 @@ impl Plan {
         })
     }
 
-    /// Refuses to go on with what was made with other settings.
+    /// Refuses to go on with what is another arm's, or was made with other settings.
     ///
     /// # Errors
-    /// The settings that differ, by name.
+    /// The two arms; the settings that differ, by name.
     pub fn check_settings(&self, job: &Job) -> Result<()> {
         let path = self.path(job);
         let made = match job {
             Job::Warmup { .. } => None,
             Job::Gaps { .. } => files::read::<GapsFile>(&path)?.map(|file| file.settings),
-            Job::Arm { .. } => files::read::<ArmFile>(&arm_file(&path))?.map(|file| file.settings),
+            Job::Arm { arm, .. } => ArmFile::of(&path, arm)?.map(|file| file.settings),
         };
         let file = path.join("config.toml");
         let made = match made {
@@ -423,19 +441,17 @@ impl Plan {
             None if file.is_file() => {
                 let mut layers = Layers::defaults();
                 layers.lay_file(&file)?;
-                let values = layers.values().map(|(key, value)| (key.to_string(), value.to_string()));
-                values.collect()
+                settings_of(&layers)
             }
             None => return Ok(()),
         };
         let asked = all_settings(&self.assignments(job)?)?;
-        let differing: Vec<_> = asked
-            .iter()
-            .filter(|(key, value)| made.get(*key) != Some(value))
-            .map(|(key, value)| {
-                let before = made.get(key).map_or("not a setting", |value| value);
-                format!("{key} was {before}, and is {value}")
-            })
+        let keys: BTreeSet<_> = asked.keys().chain(made.keys()).collect();
+        let value = |settings: &Settings, key: &String| settings.get(key).cloned().unwrap_or("not a setting".into());
+        let differing: Vec<_> = keys
+            .into_iter()
+            .filter(|key| made.get(*key) != asked.get(*key))
+            .map(|key| format!("{key} was {}, and is {}", value(&made, key), value(&asked, key)))
             .collect();
         if !differing.is_empty() {
             bail!(
@@ -521,7 +537,7 @@ mod tests {
         }
     }
 
-    fn finished(right: usize) -> ArmFile {
+    fn finished(right: usize, settings: Settings) -> ArmFile {
         let answers = Answers((0..100).map(|problem| problem < right).collect());
         let evaluation = Evaluation {
             own: answers.clone(),
@@ -531,7 +547,7 @@ mod tests {
         };
         ArmFile {
             complete: true,
-            settings: Settings::new(),
+            settings,
             warmup_steps: 1,
             processor: None,
             run: ArmRun {
@@ -560,6 +576,12 @@ mod tests {
         let tried = |job: &&Job| matches!(job, Job::Arm { tried: Some(_), .. });
         assert_eq!(jobs.iter().filter(tried).count(), tries);
         let is = |wanted: &str| jobs.iter().find(|job| job.name() == wanted).unwrap();
+        let try_of = |value: &str, seed: u64| Job::Arm {
+            series: hard.clone(),
+            seed,
+            arm: choice.arm,
+            tried: Some(value.into()),
+        };
         let (arm, gaps) = (is("hard, seed 1, arm B"), is("gaps of hard, seed 1"));
         // Warm-ups are there; only the choice is not.
         for seed in hard.seeds.iter().chain(&choice.seeds) {
@@ -572,23 +594,21 @@ mod tests {
         let rights = [[30, 50], [80, 40], [60, 60], [10, 10]];
         for (index, (value, rights)) in choice.grid.iter().zip(rights).enumerate() {
             for (seed, right) in choice.seeds.iter().zip(rights) {
-                assert_eq!(plan.chosen(hard).unwrap(), None, "{index} of {tries}");
+                assert_eq!(plan.chosen(hard, &choice).unwrap(), None, "{index} of {tries}");
                 assert!(!plan.is_ready(arm).unwrap() && plan.is_ready(gaps).unwrap());
                 let run = plan.layout.choice_arm("hard", value, *seed, choice.arm);
-                files::write(&arm_file(&run), &finished(right)).unwrap();
+                let settings = all_settings(&plan.assignments(&try_of(value, *seed)).unwrap()).unwrap();
+                files::write(&arm_file(&run), &finished(right, settings)).unwrap();
             }
         }
         assert!(plan.is_ready(arm).unwrap());
         let chosen = choice.grid[1].clone();
-        assert_eq!(
-            plan.chosen(hard).unwrap(),
-            Some(Some((choice.key.clone(), chosen.clone())))
-        );
+        assert_eq!(plan.chosen(hard, &choice).unwrap().unwrap().chosen, chosen);
+        plan.left().unwrap();
+        assert!(!plan.layout.choice("hard").exists(), "looking writes nothing");
+        plan.keep_choice(hard).unwrap();
         let file: Chosen = files::read(&plan.layout.choice("hard")).unwrap().unwrap();
-        assert_eq!(
-            (file.chosen, file.tried[1].pass_at_1.clone()),
-            (chosen.clone(), vec![0.8, 0.4])
-        );
+        assert_eq!((&file.chosen, &file.tried[1].pass_at_1), (&chosen, &vec![0.8, 0.4]));
         let Work::Arm { run, .. } = plan.work(arm, None).unwrap() else {
             panic!("an arm's work");
         };
@@ -596,6 +616,22 @@ mod tests {
         // What was measured before the choice stays as it is, and nothing is tried again.
         assert_eq!(plan.work(gaps, None).unwrap(), measured);
         assert_eq!(plan.jobs().iter().filter(tried).count(), 0);
+        // A file of another choice, or of none, is refused before anything is run.
+        for (text, expected) in [
+            (
+                serde_json::to_string(&Chosen {
+                    chosen: "7".into(),
+                    ..file
+                })
+                .unwrap(),
+                "trainer.learning_rate = 7 was chosen, which the declaration does not offer",
+            ),
+            ("{".into(), "cannot read"),
+        ] {
+            std::fs::write(plan.layout.choice("hard"), text).unwrap();
+            let error = format!("{:#}", plan.left().unwrap_err());
+            assert!(error.contains("choice.json") && error.contains(expected), "{error}");
+        }
         std::fs::remove_dir_all(plan.layout.out()).unwrap();
     }
 

@@ -43,6 +43,8 @@ pub struct Report {
 /// When something was made with other settings, before anything is started; when no process can be started.
 pub fn run(plan: &Plan, width: Width, interrupt: &Interrupt) -> Result<Report> {
     let (left, done) = plan.left()?;
+    // The tries may have been made elsewhere.
+    plan.series.iter().try_for_each(|series| plan.keep_choice(series))?;
     let waiting: Vec<_> = left.into_iter().map(|(job, _)| (job, None)).collect();
     let all = waiting.len() + done;
     let left = waiting.iter().map(|(job, _)| plan.weight(job)).sum();
@@ -69,7 +71,7 @@ pub fn run(plan: &Plan, width: Width, interrupt: &Interrupt) -> Result<Report> {
             }
             scheduler.report.interrupted = true;
         } else {
-            held = scheduler.start()?;
+            held = scheduler.start();
         }
         if scheduler.running.is_empty() && !held {
             break;
@@ -140,6 +142,13 @@ impl Scheduler<'_> {
             self.line.done(self.plan.weight(&ended.job));
             let said = given_up.unwrap_or_else(|| format!("{name}: {took}"));
             self.line.show(self.running.len(), &said);
+            if let Job::Arm {
+                series, tried: Some(_), ..
+            } = &ended.job
+                && let Err(error) = self.plan.keep_choice(series)
+            {
+                self.fail(format!("choice of {}", series.name), console::explain(&error));
+            }
             return;
         }
         if status.code() == Some(i32::from(grpo_math::interrupt::EXIT_CODE)) {
@@ -151,25 +160,39 @@ impl Scheduler<'_> {
         match ended.given_up {
             // An arm without steps has nothing to be judged by.
             None if self.plan.can_be_judged(&ended.job) => {
-                self.line.show(self.running.len(), &format!("{name} failed: {reason}"));
-                self.report.failed.push((name, reason.clone()));
+                self.fail(name, reason.clone());
                 self.waiting.insert(0, (ended.job, Some(reason)));
             }
-            _ => {
-                self.line.show(self.running.len(), &format!("{name} failed: {reason}"));
-                self.report.failed.push((name, reason));
-            }
+            _ => self.fail(name, reason),
         }
     }
 
+    /// Says that something failed; the others go on.
+    fn fail(&mut self, name: String, reason: String) {
+        self.line.show(self.running.len(), &format!("{name} failed: {reason}"));
+        self.report.failed.push((name, reason));
+    }
+
     /// Starts what is ready, as far as there is room. Tells whether something waits for a process that is not ours.
-    fn start(&mut self) -> Result<bool> {
+    fn start(&mut self) -> bool {
         let (mut index, mut held) = (0, false);
         while index < self.waiting.len() && self.running.len() < self.width.jobs {
             let job = &self.waiting[index].0;
-            if self.awaits_warmup(job) || !self.plan.is_ready(job)? {
-                index += 1;
-                continue;
+            let ready = match self.awaits_warmup(job) {
+                true => Ok(false),
+                false => self.plan.is_ready(job),
+            };
+            match ready {
+                Ok(true) => {}
+                Ok(false) => {
+                    index += 1;
+                    continue;
+                }
+                Err(error) => {
+                    let (job, _) = self.waiting.remove(index);
+                    self.fail(job.name(), console::explain(&error));
+                    continue;
+                }
             }
             if self.plan.is_held(job) {
                 held = true;
@@ -187,14 +210,10 @@ impl Scheduler<'_> {
             match self.spawn(job, given_up) {
                 Ok(running) => self.running.push(running),
                 // A disk that is full, a file in a folder's place: the others go on.
-                Err(error) => {
-                    let reason = console::explain(&error);
-                    self.line.show(self.running.len(), &format!("{name} failed: {reason}"));
-                    self.report.failed.push((name, reason));
-                }
+                Err(error) => self.fail(name, console::explain(&error)),
             }
         }
-        Ok(held)
+        held
     }
 
     /// Whether the warm-up that a job starts from is still to be made, or made again because its checkpoint is damaged.

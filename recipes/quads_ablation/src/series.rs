@@ -347,10 +347,15 @@ pub fn all_settings(assignments: &[String]) -> Result<Settings> {
     let mut layers = Layers::of_user(None, assignments)?;
     // Lowers what the task has too few problems for, as a run does.
     Config::read(&mut layers)?;
+    Ok(settings_of(&layers))
+}
+
+/// The settings of a run but its place.
+pub fn settings_of(layers: &Layers) -> Settings {
     let values = layers
         .values()
         .filter(|(key, _)| !["run.name", "run.directory", "warmup.from"].contains(key));
-    Ok(values
+    values
         .map(|(key, value)| (key.to_string(), value.to_string()))
-        .collect())
+        .collect()
 }

@@ -183,16 +183,27 @@ fn advised(error: Error, folder: &Path) -> Error {
     }
 }
 
+/// Whether a run has left something to go on from.
+///
+/// # Errors
+/// When the folder of its checkpoints cannot be read.
+pub fn has_begun(folder: &Path) -> Result<bool> {
+    let checkpoints = Checkpoints::new(folder.join("checkpoints"));
+    Ok(folder.join("config.toml").is_file() && !checkpoints.positions()?.is_empty())
+}
+
 /// Runs from the beginning, or from the newest checkpoint that the folder has.
 fn take_up(run_of: &Run, stop: &dyn Fn(Position) -> bool) -> Result<(RunFolder, Outcome)> {
     let folder = &run_of.folder;
-    let begun =
-        folder.join("config.toml").is_file() && !Checkpoints::new(folder.join("checkpoints")).positions()?.is_empty();
-    let start = match begun {
+    let start = match has_begun(folder)? {
         true => Start::resume(folder, &[]).map_err(|error| advised(error, folder))?,
         false => {
             // A process that died before its first checkpoint leaves nothing to go on from; one that lives is left alone.
             if folder.exists() {
+                console::err(format!(
+                    "{}: no checkpoint to go on from: begins anew",
+                    folder.display()
+                ));
                 drop(RunLock::take(&RunFolder::at(folder))?);
                 fs::remove_dir_all(folder).with_context(|| format!("cannot remove {}", folder.display()))?;
             }

@@ -220,8 +220,31 @@ fn files_that_do_not_belong_together_are_no_results() {
         "{said}"
     );
     assert_eq!(results(&out), found, "what was there stays");
-    fs::write(file("B"), other).unwrap();
+    fs::write(file("B"), &other).unwrap();
     succeed(&mut report());
+
+    // A run refuses what a report would, before it does anything.
+    fs::create_dir(file("C").parent().unwrap()).unwrap();
+    fs::write(file("C"), &other).unwrap();
+    let said = fail(&mut tiny(&out, &["--arms", "C"]), 1);
+    assert!(
+        said.contains("C/arm.json: the file of arm B, where that of arm C is expected"),
+        "{said}"
+    );
+    fs::write(file("B"), other.replace(rate, &format!("\"trainer.new\":\"1\",{rate}"))).unwrap();
+    let said = fail(&mut tiny(&out, &["--arms", "B"]), 1);
+    assert!(said.contains("trainer.new was 1, and is not a setting"), "{said}");
+    fs::remove_dir_all(file("C").parent().unwrap()).unwrap();
+    fs::write(file("B"), other).unwrap();
+    let gaps = out.join("quick/seed_1/gaps.json");
+    let measured = fs::read_to_string(&gaps).unwrap();
+    assert!(measured.contains(rate));
+    fs::write(&gaps, measured.replace(rate, "\"trainer.learning_rate\":\"0.9\"")).unwrap();
+    let said = fail(&mut report(), 1);
+    assert!(
+        said.contains("gaps.json") && said.contains("trainer.learning_rate was 0.001 and 0.9"),
+        "{said}"
+    );
 }
 
 /// Starts the arms A and E, and waits until A has taken some steps.
