@@ -30,10 +30,30 @@ pub(super) fn rms_norm_backward<B: Backend>(
 ) -> (Tensor<B, 2>, Tensor<B, 1>) {
     let inverse = inverse_rms(x.clone(), epsilon);
     let normed = x * inverse.clone();
-    let d_gamma = (grad.clone() * normed.clone()).sum_dim(0).squeeze_dim(0);
+    let d_gamma = column_sums(grad.clone() * normed.clone());
     let grad = grad * gamma.unsqueeze();
     let along = (grad.clone() * normed.clone()).mean_dim(1);
     ((grad - normed * along) * inverse, d_gamma)
+}
+
+/// Rows that one thread of a GPU adds up, at most about so many.
+const ROWS_A_SUM: usize = 256;
+
+/// The sum of all rows, `[d]`: of blocks of them first, since a GPU may have one thread for each sum, and a head's norm has as
+/// many rows as there are tokens and heads.
+pub(super) fn column_sums<B: Backend>(x: Tensor<B, 2>) -> Tensor<B, 1> {
+    let [rows, d] = x.dims();
+    let blocks = rows / ROWS_A_SUM;
+    if blocks < 2 {
+        return x.sum_dim(0).squeeze_dim(0);
+    }
+    let whole = blocks * ROWS_A_SUM;
+    let sums = x.clone().narrow(0, 0, whole).reshape([blocks, ROWS_A_SUM, d]);
+    let sums = sums.sum_dim(1).reshape([blocks, d]);
+    column_sums(match rows - whole {
+        0 => sums,
+        rest => Tensor::cat(vec![sums, x.narrow(0, whole, rest)], 0),
+    })
 }
 
 fn halves<B: Backend>(x: Tensor<B, 2>) -> (Tensor<B, 2>, Tensor<B, 2>) {

@@ -35,7 +35,7 @@ fn leaf<const D: usize>(x: &Tensor<Flex, D>) -> Tensor<A, D> {
 
 #[test]
 fn rms_norm_and_its_gradient_equal_the_definition() {
-    for (rows, d) in [(1, 16), (5, 40), (300, 64), (0, 16)] {
+    for (rows, d) in [(1, 16), (5, 40), (300, 64), (1300, 24), (0, 16)] {
         let (x, gamma, up) = (random([rows, d]), random([d]), random([rows, d]));
         assert_close(
             Flex::rms_norm(x.clone(), gamma.clone(), 1e-6),
@@ -61,6 +61,23 @@ fn rms_norm_and_its_gradient_equal_the_definition() {
         let node = loss.sum().backward();
         assert_close(nx.grad(&node).unwrap(), ax.grad(&grads).unwrap(), 5e-6);
         assert_close(ngamma.grad(&node).unwrap(), agamma.grad(&grads).unwrap(), 5e-5);
+    }
+}
+
+#[test]
+fn sums_over_rows_miss_none_of_them() {
+    for rows in [1, 255, 511, 512, 513, 1024, 66_000, 131_072 + 7] {
+        // Of whole numbers sums are exact, whatever their order.
+        let values = (0..rows * 3).map(|i| (i % 11) as f32 - 4.0).collect::<Vec<_>>();
+        let expected: Vec<f32> = (0..3)
+            .map(|column| values.iter().skip(column).step_by(3).sum())
+            .collect();
+        let x = Tensor::<Flex, 2>::from_data(TensorData::new(values, [rows, 3]), &Default::default());
+        assert_eq!(
+            composite::column_sums(x).into_data().to_vec::<f32>().unwrap(),
+            expected,
+            "{rows} rows"
+        );
     }
 }
 

@@ -18,6 +18,7 @@ use burn_quads::{
     },
     rollout::{Completion, RolloutEngine, SamplingParams},
     sync::{pack_model, sync},
+    token_log_probs::{token_log_probs, token_log_probs_and_entropies},
 };
 
 const PRECISIONS: [&str; 5] = ["high", "w4a16", "w4a4", "w4a4_rac", "fp8"];
@@ -134,6 +135,53 @@ pub fn rows_are_permuted_by_expert_as_on_flex<B: Stack>() {
             // A token's rows may be added in another order.
             assert_close(a, e, 1e-6, &format!("{tokens} tokens, {top_k} experts each, {part}"));
         }
+    }
+}
+
+pub fn the_gradients_of_a_norm_are_those_of_flex<B: Stack>() {
+    fn gradients<B: LayerBackend>(rows: usize) -> [Vec<f32>; 2] {
+        let [x, grad] = [10, 11].map(|seed| tensor::<B, 2>(&crate::support::data(seed, [rows, 24])));
+        let (dx, d_gamma) = B::rms_norm_backward(x, tensor(&crate::support::data(12, [24])), 1e-6, grad);
+        [values(dx), values(d_gamma)]
+    }
+    // Sums of one row, of one block of rows, and of blocks of blocks with rows beside them.
+    for rows in [1, 300, 1300, 132_000] {
+        let parts = gradients::<B>(rows).into_iter().zip(gradients::<Flex>(rows));
+        for (part, (a, e)) in ["dx", "d gamma"].iter().zip(parts) {
+            assert_close(&a, &e, 1e-5, &format!("{rows} rows, {part}"));
+        }
+    }
+}
+
+/// Log-probs, and gradients of hidden states and head, with more logits than live at once.
+pub fn log_probs_and_their_gradients_are_those_of_flex<B: Stack>() {
+    const VOCAB: usize = 1 << 16;
+    const TOKENS: usize = 520;
+    fn step<B: LayerBackend>() -> [Vec<f32>; 4] {
+        let hidden = tensor::<B, 2>(&crate::support::data(13, [TOKENS, 8]));
+        let head = tensor::<B, 2>(&crate::support::data(14, [8, VOCAB])) * 3.0;
+        let targets: Vec<i32> = (0..TOKENS).map(|i| (i * 977 % VOCAB) as i32).collect();
+        let targets = TensorData::new(targets, [TOKENS]);
+        let targets = || Tensor::<B, 1, Int>::from_data(targets.clone(), &Default::default());
+        let (_, entropies) = token_log_probs_and_entropies(hidden.clone(), head.clone(), targets(), 1.0);
+        let [hidden, head] = [hidden, head].map(|x| Tensor::<Autodiff<B>, 2>::from_inner(x).require_grad());
+        let log_probs = token_log_probs(hidden.clone(), head.clone(), Tensor::from_inner(targets()), 1.0);
+        let up: Tensor<Autodiff<B>, 1> = tensor(&crate::support::data(15, [TOKENS]));
+        let grads = (log_probs.clone() * up).sum().backward();
+        [
+            values(log_probs.inner()),
+            values(entropies),
+            values(hidden.grad(&grads).unwrap()),
+            values(head.grad(&grads).unwrap()),
+        ]
+    }
+    // Sums of as many terms as there are tokens in the vocabulary.
+    let tolerance = if is_exact::<B>() { 1e-4 } else { 1e-2 };
+    for (part, (a, e)) in ["log-probs", "entropies", "d hidden", "d head"]
+        .iter()
+        .zip(step::<B>().into_iter().zip(step::<Flex>()))
+    {
+        assert_close(&a, &e, tolerance, part);
     }
 }
 
