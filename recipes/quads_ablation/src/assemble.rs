@@ -10,7 +10,7 @@ use crate::{
     files::{self, ArmFile, GapsFile, device_of},
     layout::{Layout, arm_file},
     machine,
-    results::{ArmRun, Chosen, Machine, Results, Seed, Series},
+    results::{Answers, ArmRun, Chosen, Machine, Results, Seed, Series},
     series::{self, DEFAULTS, Settings},
 };
 
@@ -35,7 +35,7 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
         let mut of_gaps: Option<(PathBuf, Settings)> = None;
         for seed in seeds_of(layout, &series.name)? {
             let mut runs = Vec::new();
-            let mut warmup_steps = 0;
+            let mut start: Option<Start> = None;
             for arm in &ARMS {
                 let run = layout.arm(&series.name, seed, arm);
                 let Some(file) = ArmFile::of(&run, arm)? else {
@@ -45,7 +45,16 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
                 processors.extend(host.as_ref().and_then(|host| host.processor.clone()));
                 devices.extend(device_of(&file.settings));
                 total_s += file.run.wall_s;
-                warmup_steps = file.warmup_steps;
+                check_seed(&arm_file(&run), &file.settings, seed)?;
+                let began = Start {
+                    file: arm_file(&run),
+                    warmup_steps: file.warmup_steps,
+                    answers: Some(file.run.start.high.clone()),
+                };
+                match &start {
+                    Some(start) => start.check(&began)?,
+                    None => start = Some(began),
+                }
                 let own = of_series(&file.settings, series);
                 match &settings {
                     Some((other, first)) => check_same(other, first, &run, &own)?,
@@ -55,11 +64,21 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
             }
             let gaps = files::read::<GapsFile>(&layout.gaps(&series.name, seed))?;
             if let Some(gaps) = &gaps {
-                warmup_steps = gaps.warmup_steps;
+                let file = layout.gaps(&series.name, seed);
+                check_seed(&file, &gaps.settings, seed)?;
+                let began = Start {
+                    file: file.clone(),
+                    warmup_steps: gaps.warmup_steps,
+                    answers: None,
+                };
+                match &start {
+                    Some(start) => start.check(&began)?,
+                    None => start = Some(began),
+                }
                 devices.extend(device_of(&gaps.settings));
                 // Series share warm-ups.
                 warmups.insert((gaps.warmup.clone(), seed), gaps.warmup_s);
-                let (file, own) = (layout.gaps(&series.name, seed), without_choice(&gaps.settings, series));
+                let own = without_choice(&gaps.settings, series);
                 match &of_gaps {
                     Some((other, first)) => check_same(other, first, &file, &own)?,
                     None => of_gaps = Some((file, own)),
@@ -68,7 +87,7 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
             if gaps.is_some() || !runs.is_empty() {
                 seeds.push(Seed {
                     seed,
-                    warmup_steps,
+                    warmup_steps: start.map_or(0, |start| start.warmup_steps),
                     gaps: gaps.map_or_else(Vec::new, |gaps| gaps.gaps),
                     arms: runs,
                 });
@@ -118,7 +137,7 @@ fn run_of_choice(layout: &Layout, series: &series::Series, choice: &Chosen) -> R
         return Ok(None);
     };
     let run = layout.choice_arm(&series.name, &choice.chosen, *seed, arm);
-    let file = files::read::<ArmFile>(&arm_file(&run))?;
+    let file = ArmFile::of(&run, arm)?;
     Ok(file.map(|file| (run, of_series(&file.settings, series))))
 }
 
@@ -138,6 +157,59 @@ fn settings_without_arms(
         settings.extend(written.get(key).map(|value| (key.clone(), value.clone())));
     }
     Ok(settings)
+}
+
+/// Of answers in high precision at the start, the share that may differ between arms of one seed: processors round a few sums
+/// differently. Two warm-ups differ in far more.
+const OTHER_ANSWERS: f64 = 0.05;
+
+/// What a file says of the policy that it begins with, which is one for all of a seed.
+struct Start {
+    file: PathBuf,
+    warmup_steps: usize,
+    /// In high precision; absent where nothing was answered.
+    answers: Option<Answers>,
+}
+
+impl Start {
+    fn check(&self, other: &Self) -> Result<()> {
+        if self.warmup_steps != other.warmup_steps {
+            bail!(
+                "{} begins after {} steps of a warm-up and {} after {}: they do not have the same one",
+                self.file.display(),
+                self.warmup_steps,
+                other.file.display(),
+                other.warmup_steps
+            );
+        }
+        let (Some(Answers(one)), Some(Answers(another))) = (&self.answers, &other.answers) else {
+            return Ok(());
+        };
+        let differing = one.iter().zip(another).filter(|(one, another)| one != another).count();
+        if differing as f64 > OTHER_ANSWERS * one.len() as f64 {
+            bail!(
+                "{} and {} answer {differing} of {} problems differently before their first step, in high precision: they do \
+                 not begin with the same warm-up",
+                self.file.display(),
+                other.file.display(),
+                one.len()
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Refuses a file of another seed.
+fn check_seed(file: &Path, settings: &Settings, seed: u64) -> Result<()> {
+    match settings.get("run.seed") {
+        Some(made) if *made != seed.to_string() => {
+            bail!(
+                "{}: made with seed {made}, where that of seed {seed} is expected",
+                file.display()
+            )
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Arms of a series differ in what their table says and in nothing else, wherever they were run; so do their gaps.
@@ -162,7 +234,7 @@ fn check_same(one: &Path, settings: &Settings, other: &Path, others: &Settings) 
 
 /// Of an arm's settings, those that its series declares or chooses, and those that are not the default; without what arms and
 /// seeds differ in.
-fn of_series(settings: &Settings, series: &series::Series) -> Settings {
+pub(crate) fn of_series(settings: &Settings, series: &series::Series) -> Settings {
     let of_arms: BTreeSet<_> = ARMS.iter().flat_map(|arm| arm.settings()).map(|(key, _)| key).collect();
     let chosen = series.choice.as_ref().map(|choice| choice.key.as_str());
     let declared = |key: &str| series.settings.contains_key(key) || chosen == Some(key);

@@ -103,7 +103,11 @@ impl std::str::FromStr for Seeds {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let expected = || format!("{text}: expected a number of seeds, a range (1-5) or a list (2,4)");
-        let number = |text: &str| text.trim().parse::<u64>().map_err(|_| expected());
+        // Settings hold no larger ones.
+        let number = |text: &str| match text.trim().parse::<u64>() {
+            Ok(seed) if i64::try_from(seed).is_ok() => Ok(seed),
+            _ => Err(expected()),
+        };
         if let Ok(count) = text.trim().parse::<usize>() {
             return match count {
                 0 => Err(expected()),

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, bail};
 use grpo_math::atomic_write::write_atomically;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use std::{fs, path::Path};
+use std::{fs, io::ErrorKind, path::Path};
 
 use crate::{
     arms::Arm,
@@ -89,10 +89,10 @@ pub struct GapsFile {
 /// # Errors
 /// When it cannot be read, or is of another form; the file is named.
 pub fn read<T: DeserializeOwned>(path: &Path) -> Result<Option<T>> {
-    if !path.exists() {
-        return Ok(None);
-    }
-    let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text = match fs::read_to_string(path) {
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(None),
+        text => text.with_context(|| format!("cannot read {}", path.display()))?,
+    };
     let value = serde_json::from_str(&text)
         .with_context(|| format!("cannot read {} (remove it to measure again)", path.display()))?;
     Ok(Some(value))

@@ -7,13 +7,14 @@ use grpo_math::{
 };
 use quads_ablation::{
     assemble,
-    cli::{self, Cli, Command, RunArgs},
+    cli::{self, Cli, Command, RunArgs, Seeds},
     layout::Layout,
     list,
     lock::Lock,
     machine,
     plan::{self, Plan},
     report,
+    results::Results,
     scheduler::{self, Width},
     series::{DECLARED, Declaration, find_arms},
     table,
@@ -52,11 +53,11 @@ fn run(arguments: &RunArgs) -> Result<ExitCode> {
         console::deliver(&list::list(&plan.series))?;
         return Ok(ExitCode::SUCCESS);
     }
+    plan::check_device(&plan.device)?;
     if arguments.dry_run {
         console::deliver(&list::dry_run(&plan)?)?;
         return Ok(ExitCode::SUCCESS);
     }
-    plan::check_device(&plan.device)?;
     let _lock = Lock::take(&plan.layout)?;
     let interrupt = Interrupt::listen()?;
     let done = scheduler::run(&plan, width(arguments, &plan.device), &interrupt)?;
@@ -77,6 +78,12 @@ fn run(arguments: &RunArgs) -> Result<ExitCode> {
 /// What is asked for, checked before anything is done.
 fn plan(arguments: &RunArgs, declaration: Declaration) -> Result<Plan> {
     let mut selected = declaration.select(&arguments.series)?;
+    let most = selected.iter().map(|series| series.seeds.len()).max().unwrap_or(0);
+    if let Some(Seeds::First(count)) = arguments.seeds
+        && count > most
+    {
+        bail!("--seeds {count}: at most {most} are declared; the seed {count} alone is {count}-{count}");
+    }
     let arms = find_arms(&arguments.arms)?;
     if !arms.is_empty() {
         for series in &mut selected {
@@ -99,8 +106,13 @@ fn plan(arguments: &RunArgs, declaration: Declaration) -> Result<Plan> {
             arguments.out().display()
         );
     }
+    let layout = Layout::new(arguments.out());
+    if layout.out().exists() && !layout.out().is_dir() {
+        bail!("--out {}: expected a folder", layout.out().display());
+    }
+    check_length(&layout, arguments.quick)?;
     Ok(Plan {
-        layout: Layout::new(arguments.out()),
+        layout,
         series: selected,
         declared: declaration.series,
         keep_checkpoints: arguments.keep_checkpoints,
@@ -109,6 +121,19 @@ fn plan(arguments: &RunArgs, declaration: Declaration) -> Result<Plan> {
             .clone()
             .unwrap_or_else(|| grpo_math::backend::DEVICE.into()),
     })
+}
+
+/// The short run and the full one each have a folder of their own: results of one would take the place of the other's.
+fn check_length(layout: &Layout, quick: bool) -> Result<()> {
+    // One that cannot be read is made anew.
+    match Results::read(&layout.results()) {
+        Ok(there) if there.quick != quick => bail!(
+            "{} is of {} run; use another --out",
+            layout.results().display(),
+            if quick { "a full" } else { "a short" }
+        ),
+        _ => Ok(()),
+    }
 }
 
 fn width(arguments: &RunArgs, device: &str) -> Width {
@@ -136,8 +161,10 @@ fn write_report(plan: &Plan, quick: bool) -> Result<()> {
 
 fn report_what_is_there(out: &std::path::Path, quick: bool) -> Result<ExitCode> {
     let declaration = Declaration::read(DECLARED, quick)?;
+    let layout = Layout::new(out.into());
+    check_length(&layout, quick)?;
     let plan = Plan {
-        layout: Layout::new(out.into()),
+        layout,
         series: declaration.series.clone(),
         declared: declaration.series,
         keep_checkpoints: true,

@@ -8,10 +8,14 @@ use grpo_math::{
     run_folder::RunFolder,
     run_lock::RunLock,
 };
-use std::{collections::BTreeSet, path::PathBuf};
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+};
 
 use crate::{
     arms::Arm,
+    assemble,
     files::{self, ArmFile, GapsFile},
     gaps::of_arm,
     layout::{Layout, arm_file},
@@ -105,14 +109,7 @@ impl Plan {
                 continue;
             }
             warm(series, &choice.seeds, &mut jobs);
-            for value in &choice.grid {
-                jobs.extend(choice.seeds.iter().map(|&seed| Job::Arm {
-                    series: series.clone(),
-                    seed,
-                    arm: choice.arm,
-                    tried: Some(value.clone()),
-                }));
-            }
+            jobs.extend(tries(series, choice));
         }
         for series in &self.series {
             warm(series, &series.seeds, &mut jobs);
@@ -140,10 +137,11 @@ impl Plan {
     pub fn left(&self) -> Result<(Vec<(Job, State)>, usize)> {
         let (mut left, mut done) = (Vec::new(), 0);
         for series in &self.series {
-            // A file that cannot be read would be found when all tries have ended, days later.
-            if let Some(choice) = &series.choice {
-                self.chosen(series, choice)?;
+            let Some(choice) = &series.choice else { continue };
+            for job in tries(series, choice) {
+                self.check_settings(&job)?;
             }
+            self.chosen(series, choice)?;
         }
         for job in self.jobs() {
             self.check_settings(&job)?;
@@ -152,6 +150,7 @@ impl Plan {
                 state => left.push((job, state)),
             }
         }
+        self.check_series()?;
         let needed: BTreeSet<PathBuf> = left.iter().filter_map(|(job, _)| self.warmup_of(job)).collect();
         left.retain(|(job, _)| !job.is_warmup() || needed.contains(&self.path(job)));
         Ok((left, done))
@@ -196,24 +195,19 @@ impl Plan {
     pub fn chosen(&self, series: &Series, choice: &Choice) -> Result<Option<Chosen>> {
         let path = self.layout.choice(&series.name);
         if let Some(file) = files::read::<Chosen>(&path)? {
-            if file.key != choice.key || !choice.grid.contains(&file.chosen) {
-                bail!(
-                    "{}: {} = {} was chosen, which the declaration does not offer; use another --out",
-                    path.display(),
-                    file.key,
-                    file.chosen
-                );
-            }
+            check_choice(choice, &file).with_context(|| path.display().to_string())?;
             return Ok(Some(file));
         }
         let mut tried = Vec::new();
+        let mut judged_on = BTreeSet::new();
         for value in &choice.grid {
             let mut pass_at_1 = Vec::new();
             for &seed in &choice.seeds {
                 let run = self.layout.choice_arm(&series.name, value, seed, choice.arm);
-                let Some(arm) = files::read::<ArmFile>(&arm_file(&run))?.filter(|arm| arm.complete) else {
+                let Some(arm) = ArmFile::of(&run, choice.arm)?.filter(|arm| arm.complete) else {
                     return Ok(None);
                 };
+                judged_on.insert(arm.run.end.own.0.len());
                 pass_at_1.push(arm.run.end.own.share());
             }
             tried.push(Tried {
@@ -221,12 +215,14 @@ impl Plan {
                 pass_at_1,
             });
         }
-        let mean = |tried: &Tried| tried.pass_at_1.iter().sum::<f64>() / tried.pass_at_1.len() as f64;
-        let best = tried.iter().fold(None::<&Tried>, |best, tried| match best {
-            Some(best) if mean(best) >= mean(tried) => Some(best),
-            _ => Some(tried),
-        });
-        let chosen = best.context("a choice has values")?.value.clone();
+        if judged_on.len() > 1 {
+            bail!(
+                "{}: its tries were judged on different numbers of problems: {judged_on:?}. Remove those that are not {}",
+                self.layout.choice(&series.name).with_extension("").display(),
+                series.final_problems
+            );
+        }
+        let chosen = best(&tried).context("a choice has values")?.value.clone();
         Ok(Some(Chosen {
             rule: RULE.into(),
             key: choice.key.clone(),
@@ -243,12 +239,12 @@ impl Plan {
     /// When a file of the choice cannot be read or written.
     pub fn keep_choice(&self, series: &Series) -> Result<()> {
         let path = self.layout.choice(&series.name);
-        let Some(choice) = series.choice.as_ref().filter(|_| !path.exists()) else {
+        let Some(choice) = &series.choice else {
             return Ok(());
         };
         match self.chosen(series, choice)? {
-            Some(chosen) => files::write(&path, &chosen),
-            None => Ok(()),
+            Some(chosen) if files::read::<Chosen>(&path)?.is_none() => files::write(&path, &chosen),
+            _ => Ok(()),
         }
     }
 
@@ -424,10 +420,34 @@ impl Plan {
         })
     }
 
+    /// Refuses a series of which something is there already that was made with other settings (of other seeds, say), or
+    /// that does not fit together.
+    ///
+    /// # Errors
+    /// The settings that differ, by name; what [`assemble::results`] refuses.
+    fn check_series(&self) -> Result<()> {
+        let there = assemble::results(&self.layout, &self.declared, &self.device, false)?;
+        for series in &self.series {
+            let found = there.series.iter().find(|found| found.name == series.name);
+            let declared = self.declared.iter().find(|declared| declared.name == series.name);
+            let (Some(found), Some(declared)) = (found, declared) else {
+                continue;
+            };
+            let mut asked = assemble::of_series(&all_settings(&self.of_series(series, None)?)?, declared);
+            let mut made = found.settings.clone();
+            if let (Some(choice), None) = (&series.choice, &found.choice) {
+                asked.remove(&choice.key);
+                made.remove(&choice.key);
+            }
+            refuse_difference(&self.layout.series(&series.name), &made, &asked, "the default")?;
+        }
+        Ok(())
+    }
+
     /// Refuses to go on with what is another arm's, or was made with other settings.
     ///
     /// # Errors
-    /// The two arms; the settings that differ, by name.
+    /// The two arms; the settings that differ, by name; a choice that is not there.
     pub fn check_settings(&self, job: &Job) -> Result<()> {
         let path = self.path(job);
         let made = match job {
@@ -445,22 +465,20 @@ impl Plan {
             }
             None => return Ok(()),
         };
-        let asked = all_settings(&self.assignments(job)?)?;
-        let keys: BTreeSet<_> = asked.keys().chain(made.keys()).collect();
-        let value = |settings: &Settings, key: &String| settings.get(key).cloned().unwrap_or("not a setting".into());
-        let differing: Vec<_> = keys
-            .into_iter()
-            .filter(|key| made.get(*key) != asked.get(*key))
-            .map(|key| format!("{key} was {}, and is {}", value(&made, key), value(&asked, key)))
-            .collect();
-        if !differing.is_empty() {
+        if let Job::Arm {
+            series, tried: None, ..
+        } = job
+            && let Some(choice) = &series.choice
+            && self.chosen(series, choice)?.is_none()
+        {
             bail!(
-                "{} was made with other settings: {}. Undo the change, or use another --out",
+                "{} is there, and {} is not, which says how its {} was chosen. Put that back, or use another --out",
                 path.display(),
-                differing.join("; ")
+                self.layout.choice(&series.name).display(),
+                choice.key
             );
         }
-        Ok(())
+        refuse_difference(&path, &made, &all_settings(&self.assignments(job)?)?, "not a setting")
     }
 
     /// What it costs, in steps of an arm; a guess that only the time left is made of.
@@ -471,6 +489,84 @@ impl Plan {
             Job::Arm { series, .. } => series.steps() as f64 + 10.0,
         }
     }
+}
+
+/// The jobs that a value is chosen by.
+fn tries(series: &Series, choice: &Choice) -> Vec<Job> {
+    let try_of = |value: &String, seed: u64| Job::Arm {
+        series: series.clone(),
+        seed,
+        arm: choice.arm,
+        tried: Some(value.clone()),
+    };
+    let values = choice.grid.iter();
+    values
+        .flat_map(|value| choice.seeds.iter().map(move |&seed| try_of(value, seed)))
+        .collect()
+}
+
+/// What [`RULE`] takes.
+fn best(tried: &[Tried]) -> Option<&Tried> {
+    let mean = |tried: &Tried| tried.pass_at_1.iter().sum::<f64>() / tried.pass_at_1.len() as f64;
+    tried.iter().fold(None::<&Tried>, |best, tried| match best {
+        Some(best) if mean(best) >= mean(tried) => Some(best),
+        _ => Some(tried),
+    })
+}
+
+/// Refuses a choice that is not the declared one, or does not follow from what was tried.
+fn check_choice(choice: &Choice, file: &Chosen) -> Result<()> {
+    let Chosen {
+        key,
+        chosen,
+        arm,
+        seeds,
+        tried,
+        ..
+    } = file;
+    if *key != choice.key || !choice.grid.contains(chosen) {
+        bail!("{key} = {chosen} was chosen, which the declaration does not offer; use another --out");
+    }
+    if *arm != choice.arm.letter || *seeds != choice.seeds {
+        bail!(
+            "{key} was chosen by arm {arm} with the seeds {seeds:?}, where arm {} and {:?} are declared; use another --out",
+            choice.arm.letter,
+            choice.seeds
+        );
+    }
+    let whole = |tried: &Tried| tried.pass_at_1.len() == seeds.len() && tried.pass_at_1.iter().all(|p| p.is_finite());
+    if !tried.iter().map(|tried| &tried.value).eq(&choice.grid) || !tried.iter().all(whole) {
+        bail!(
+            "expected a result of each of {} with each seed; remove it to choose again from the tries",
+            choice.grid.join(", ")
+        );
+    }
+    match best(tried) {
+        Some(best) if best.value == *chosen => Ok(()),
+        best => bail!(
+            "{key} = {chosen} was chosen, where {} has {RULE}",
+            best.map_or("nothing", |best| &best.value)
+        ),
+    }
+}
+
+/// Refuses what was made with other settings than are asked for.
+fn refuse_difference(made_at: &Path, made: &Settings, asked: &Settings, absent: &str) -> Result<()> {
+    let keys: BTreeSet<_> = asked.keys().chain(made.keys()).collect();
+    let value = |settings: &Settings, key: &String| settings.get(key).cloned().unwrap_or(absent.into());
+    let differing: Vec<_> = keys
+        .into_iter()
+        .filter(|key| made.get(*key) != asked.get(*key))
+        .map(|key| format!("{key} was {}, and is {}", value(made, key), value(asked, key)))
+        .collect();
+    if !differing.is_empty() {
+        bail!(
+            "{} was made with other settings: {}. Undo the change, or use another --out",
+            made_at.display(),
+            differing.join("; ")
+        );
+    }
+    Ok(())
 }
 
 impl Job {
@@ -604,6 +700,8 @@ mod tests {
         assert!(plan.is_ready(arm).unwrap());
         let chosen = choice.grid[1].clone();
         assert_eq!(plan.chosen(hard, &choice).unwrap().unwrap().chosen, chosen);
+        // Without settings they are no warm-ups to go on from.
+        std::fs::remove_dir_all(plan.layout.out().join("warmups")).unwrap();
         plan.left().unwrap();
         assert!(!plan.layout.choice("hard").exists(), "looking writes nothing");
         plan.keep_choice(hard).unwrap();
@@ -617,21 +715,76 @@ mod tests {
         assert_eq!(plan.work(gaps, None).unwrap(), measured);
         assert_eq!(plan.jobs().iter().filter(tried).count(), 0);
         // A file of another choice, or of none, is refused before anything is run.
+        let with = |change: &dyn Fn(&mut Chosen)| {
+            let mut other = file.clone();
+            change(&mut other);
+            serde_json::to_string(&other).unwrap()
+        };
         for (text, expected) in [
+            ("{".into(), "cannot read"),
             (
-                serde_json::to_string(&Chosen {
-                    chosen: "7".into(),
-                    ..file
-                })
-                .unwrap(),
+                with(&|file| file.chosen = "7".into()),
                 "trainer.learning_rate = 7 was chosen, which the declaration does not offer",
             ),
-            ("{".into(), "cannot read"),
+            (
+                with(&|file| file.arm = "B".into()),
+                "was chosen by arm B with the seeds",
+            ),
+            (
+                with(&|file| file.seeds = vec![1, 2]),
+                "with the seeds [1, 2], where arm A",
+            ),
+            (with(&|file| file.tried.clear()), "expected a result of each of 3e-5"),
+            (
+                with(&|file| file.tried[0].pass_at_1[0] = f64::NAN),
+                "expected a result of each of 3e-5",
+            ),
+            (
+                with(&|file| file.chosen = "3e-4".into()),
+                "trainer.learning_rate = 3e-4 was chosen, where 1e-4 has the highest mean",
+            ),
         ] {
             std::fs::write(plan.layout.choice("hard"), text).unwrap();
             let error = format!("{:#}", plan.left().unwrap_err());
             assert!(error.contains("choice.json") && error.contains(expected), "{error}");
         }
+        // A try of another arm, or made with other settings, is found beside it.
+        files::write(&plan.layout.choice("hard"), &file).unwrap();
+        plan.left().unwrap();
+        let run = plan
+            .layout
+            .choice_arm("hard", &choice.grid[0], choice.seeds[0], choice.arm);
+        let whole: ArmFile = files::read(&arm_file(&run)).unwrap().unwrap();
+        let mut other = whole.clone();
+        other.settings.insert("grpo.steps".into(), "8".into());
+        files::write(&arm_file(&run), &other).unwrap();
+        let error = format!("{:#}", plan.left().unwrap_err());
+        assert!(error.contains("grpo.steps was 8, and is 100"), "{error}");
+        other = whole.clone();
+        other.run.arm = "B".into();
+        files::write(&arm_file(&run), &other).unwrap();
+        let error = format!("{:#}", plan.left().unwrap_err());
+        assert!(
+            error.contains("the file of arm B, where that of arm A is expected"),
+            "{error}"
+        );
+        // Judged on fewer problems than the others.
+        other = whole;
+        other.run.end.own.0.pop();
+        files::write(&arm_file(&run), &other).unwrap();
+        std::fs::remove_file(plan.layout.choice("hard")).unwrap();
+        let error = format!("{:#}", plan.left().unwrap_err());
+        assert!(error.contains("different numbers of problems: {99, 100}"), "{error}");
+        // An arm whose choice is gone.
+        std::fs::remove_dir_all(&run).unwrap();
+        let run = plan.path(arm);
+        std::fs::create_dir_all(run.join("checkpoints")).unwrap();
+        std::fs::write(run.join("config.toml"), "").unwrap();
+        let error = format!("{:#}", plan.left().unwrap_err());
+        assert!(
+            error.contains("seed_1/B is there, and") && error.contains("choice.json is not"),
+            "{error}"
+        );
         std::fs::remove_dir_all(plan.layout.out()).unwrap();
     }
 

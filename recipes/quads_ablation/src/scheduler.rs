@@ -170,7 +170,11 @@ impl Scheduler<'_> {
     /// Says that something failed; the others go on.
     fn fail(&mut self, name: String, reason: String) {
         self.line.show(self.running.len(), &format!("{name} failed: {reason}"));
-        self.report.failed.push((name, reason));
+        let failure = (name, reason);
+        // An arm that fails again when it is to be judged has said why.
+        if !self.report.failed.contains(&failure) {
+            self.report.failed.push(failure);
+        }
     }
 
     /// Starts what is ready, as far as there is room. Tells whether something waits for a process that is not ours.

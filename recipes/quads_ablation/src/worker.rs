@@ -1,6 +1,6 @@
 //! What one process does: a warm-up, the gaps at its end, or one arm. It is told as JSON, says what it has to say into a
 //! log, and leaves a file when it is done.
-use anyhow::{Context, Error, Result, anyhow};
+use anyhow::{Context, Error, Result, anyhow, bail};
 use burn_quads::{rollout::RolloutError, sync::SyncError};
 use grpo_math::{
     checkpoints::Checkpoints,
@@ -130,7 +130,11 @@ fn arm(
     stop: &dyn Fn(Position) -> bool,
 ) -> Result<Ended> {
     let stopped = match given_up {
-        Some(reason) => Some(reason.to_string()),
+        Some(reason) => {
+            // What cannot go on because it is another run's is not judged either.
+            Start::resume(&run.folder, &[]).map_err(|error| advised(error, &run.folder))?;
+            Some(reason.to_string())
+        }
         None => match take_up(run, stop) {
             Ok((_, Outcome::Complete(_))) => None,
             Ok((_, Outcome::Stopped(_))) => return Ok(Ended::Stopped),
@@ -186,10 +190,17 @@ fn advised(error: Error, folder: &Path) -> Error {
 /// Whether a run has left something to go on from.
 ///
 /// # Errors
-/// When the folder of its checkpoints cannot be read.
+/// When the folder of its checkpoints cannot be read, or has some without the run's settings.
 pub fn has_begun(folder: &Path) -> Result<bool> {
     let checkpoints = Checkpoints::new(folder.join("checkpoints"));
-    Ok(folder.join("config.toml").is_file() && !checkpoints.positions()?.is_empty())
+    let begun = !checkpoints.positions()?.is_empty();
+    if begun && !folder.join("config.toml").is_file() {
+        bail!(
+            "{} has checkpoints and no config.toml. Put it back, or remove the folder: the same command then runs it anew",
+            folder.display()
+        );
+    }
+    Ok(begun)
 }
 
 /// Runs from the beginning, or from the newest checkpoint that the folder has.

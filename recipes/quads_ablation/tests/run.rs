@@ -122,6 +122,12 @@ fn impossible_options_are_refused_before_anything_is_made() {
             "0: expected a number of seeds, a range (1-5) or a list (2,4)",
         ),
         (&["--seeds", "2,2"], 1, "each is to be given once"),
+        (
+            &["--seeds", "101"],
+            1,
+            "--seeds 101: at most 1 are declared; the seed 101 alone is 101-101",
+        ),
+        (&["--seeds", "9223372036854775808,1"], 2, "expected a number of seeds"),
         (&["--jobs", "0"], 2, "0 is not in 1.."),
         (&["--set", "=3"], 1, "--set =3: expected section.key=value"),
         (&["--set", "grpo.stepz=3"], 1, "unknown setting grpo.stepz"),
@@ -245,6 +251,71 @@ fn files_that_do_not_belong_together_are_no_results() {
         said.contains("gaps.json") && said.contains("trainer.learning_rate was 0.001 and 0.9"),
         "{said}"
     );
+    fs::write(&gaps, measured).unwrap();
+
+    // Another warm-up, another seed, other settings of other seeds.
+    let other = fs::read_to_string(file("B")).unwrap();
+    let steps = other.split("\"warmup_steps\":").nth(1).unwrap();
+    let steps = &steps[..steps.find(',').unwrap()];
+    let longer = other.replace(&format!("\"warmup_steps\":{steps}"), "\"warmup_steps\":999");
+    fs::write(file("B"), longer).unwrap();
+    let said = fail(&mut report(), 1);
+    assert!(
+        said.contains("A/arm.json begins after") && said.contains("B/arm.json after 999"),
+        "{said}"
+    );
+    let mut answers: ArmFile = serde_json::from_str(&other).unwrap();
+    answers
+        .run
+        .start
+        .high
+        .0
+        .iter_mut()
+        .step_by(4)
+        .for_each(|right| *right = !*right);
+    files::write(&file("B"), &answers).unwrap();
+    let said = fail(&mut report(), 1);
+    assert!(said.contains("answer 64 of 256 problems differently"), "{said}");
+    fs::write(file("B"), other).unwrap();
+    let [seed_1, seed_2] = [1, 2].map(|seed| out.join(format!("quick/seed_{seed}")));
+    copy(&seed_1, &seed_2);
+    let said = fail(&mut report(), 1);
+    assert!(
+        said.contains("seed_2/A/arm.json: made with seed 1, where that of seed 2 is expected"),
+        "{said}"
+    );
+    fs::remove_dir_all(seed_2).unwrap();
+    let options = ["--arms", "A", "--seeds", "3-3", "--set", "trainer.learning_rate=2e-3"];
+    let said = fail(&mut tiny(&out, &options), 1);
+    assert!(
+        said.contains("quick was made with other settings: trainer.learning_rate was 0.001, and is 0.002"),
+        "{said}"
+    );
+    assert!(!out.join("quick/seed_3").exists() && !out.join("warmups/quick/seed_3").exists());
+
+    // The short run in the folder of a full one.
+    let said = fail(program().args(["report", "--out"]).arg(&out), 1);
+    assert!(
+        said.contains("results.json is of a short run; use another --out"),
+        "{said}"
+    );
+
+    // A policy of another arm is not this arm's.
+    let of = |arm: &str| file(arm).parent().unwrap().join("checkpoints");
+    fs::remove_file(file("B")).unwrap();
+    fs::remove_dir_all(of("B")).unwrap();
+    copy(&of("A"), &of("B"));
+    let said = fail(&mut tiny(&out, &["--arms", "A,B"]), 1);
+    assert!(
+        said.contains("B/config.toml is not the one that this run was made with"),
+        "{said}"
+    );
+    assert!(!file("B").exists());
+}
+
+fn copy(from: &std::path::Path, to: &std::path::Path) {
+    let copied = std::process::Command::new("cp").arg("-r").arg(from).arg(to).status();
+    assert!(copied.unwrap().success());
 }
 
 /// Starts the arms A and E, and waits until A has taken some steps.
@@ -388,6 +459,11 @@ fn an_arm_that_cannot_go_on_says_how_it_is_run_anew() {
     let run = out.join("quick/seed_1/A");
     // In case that it was done before it could be interrupted.
     let _ = fs::remove_file(run.join("arm.json"));
+    let [config, elsewhere] = [run.join("config.toml"), out.join("config.toml")];
+    fs::rename(&config, &elsewhere).unwrap();
+    let said = fail(&mut tiny(&out, &["--arms", "A"]), 1);
+    assert!(said.contains("seed_1/A has checkpoints and no config.toml"), "{said}");
+    fs::rename(&elsewhere, &config).unwrap();
     for checkpoint in fs::read_dir(run.join("checkpoints")).unwrap() {
         fs::write(checkpoint.unwrap().path().join("model.safetensors"), "x").unwrap();
     }
