@@ -175,7 +175,8 @@ impl Start {
     fn check(&self, other: &Self) -> Result<()> {
         if self.warmup_steps != other.warmup_steps {
             bail!(
-                "{} begins after {} steps of a warm-up and {} after {}: they do not have the same one",
+                "{} begins after {} steps of a warm-up and {} after {}: they do not have the same one. \
+                 Move one of them away",
                 self.file.display(),
                 self.warmup_steps,
                 other.file.display(),
@@ -189,7 +190,7 @@ impl Start {
         if differing as f64 > OTHER_ANSWERS * one.len() as f64 {
             bail!(
                 "{} and {} answer {differing} of {} problems differently before their first step, in high precision: they do \
-                 not begin with the same warm-up",
+                 not begin with the same warm-up. Move one of them away",
                 self.file.display(),
                 other.file.display(),
                 one.len()

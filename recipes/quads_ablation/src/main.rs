@@ -20,7 +20,7 @@ use quads_ablation::{
     table,
     worker::{self, Ended, Work},
 };
-use std::process::ExitCode;
+use std::{path::Path, process::ExitCode};
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
@@ -125,13 +125,20 @@ fn plan(arguments: &RunArgs, declaration: Declaration) -> Result<Plan> {
 
 /// The short run and the full one each have a folder of their own: results of one would take the place of the other's.
 fn check_length(layout: &Layout, quick: bool) -> Result<()> {
+    let other = if quick { "a full" } else { "a short" };
+    for series in Declaration::read(DECLARED, !quick)?.series {
+        let warmups = layout.warmup(&series.name, 0).parent().map(Path::to_path_buf);
+        for folder in warmups.into_iter().chain([layout.series(&series.name)]) {
+            if folder.is_dir() {
+                bail!("{} is of {other} run; use another --out", folder.display());
+            }
+        }
+    }
     // One that cannot be read is made anew.
     match Results::read(&layout.results()) {
-        Ok(there) if there.quick != quick => bail!(
-            "{} is of {} run; use another --out",
-            layout.results().display(),
-            if quick { "a full" } else { "a short" }
-        ),
+        Ok(there) if there.quick != quick => {
+            bail!("{} is of {other} run; use another --out", layout.results().display())
+        }
         _ => Ok(()),
     }
 }
@@ -159,7 +166,7 @@ fn write_report(plan: &Plan, quick: bool) -> Result<()> {
     Ok(())
 }
 
-fn report_what_is_there(out: &std::path::Path, quick: bool) -> Result<ExitCode> {
+fn report_what_is_there(out: &Path, quick: bool) -> Result<ExitCode> {
     let declaration = Declaration::read(DECLARED, quick)?;
     let layout = Layout::new(out.into());
     check_length(&layout, quick)?;

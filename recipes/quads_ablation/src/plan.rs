@@ -14,7 +14,7 @@ use std::{
 };
 
 use crate::{
-    arms::Arm,
+    arms::{ARMS, Arm},
     assemble,
     files::{self, ArmFile, GapsFile},
     gaps::of_arm,
@@ -151,6 +151,9 @@ impl Plan {
             }
         }
         self.check_series()?;
+        for (job, _) in &left {
+            self.is_ready(job)?;
+        }
         let needed: BTreeSet<PathBuf> = left.iter().filter_map(|(job, _)| self.warmup_of(job)).collect();
         left.retain(|(job, _)| !job.is_warmup() || needed.contains(&self.path(job)));
         Ok((left, done))
@@ -361,10 +364,13 @@ impl Plan {
     /// Whether all that it needs is there.
     ///
     /// # Errors
-    /// When a file of a choice cannot be read.
+    /// When a file of a choice cannot be read, or the warm-up is not the one that the others of the seed began with.
     pub fn is_ready(&self, job: &Job) -> Result<bool> {
         let ended = |warmup: PathBuf| Checkpoints::new(warmup.join("checkpoints")).path(Position::Grpo(0));
         let warm = self.warmup_of(job).is_none_or(|warmup| ended(warmup).is_dir());
+        if warm {
+            self.check_warmup(job)?;
+        }
         Ok(match job {
             Job::Arm {
                 series, tried: None, ..
@@ -374,6 +380,37 @@ impl Plan {
             },
             _ => warm,
         })
+    }
+
+    /// Refuses a warm-up that is not the one that what is there of the series and the seed began with: it was made elsewhere,
+    /// and made again here.
+    fn check_warmup(&self, job: &Job) -> Result<()> {
+        let (Job::Gaps { series, seed } | Job::Arm { series, seed, .. }) = job else {
+            return Ok(());
+        };
+        let (series, warmup) = (&series.name, self.warmup_of(job).context("it starts from a warm-up")?);
+        let of_gaps = || {
+            let path = self.layout.gaps(series, *seed);
+            Ok::<_, Error>(files::read::<GapsFile>(&path)?.map(|file| (path, file.warmup_steps)))
+        };
+        let of_arm = |arm: &'static Arm| {
+            let run = self.layout.arm(series, *seed, arm);
+            Ok::<_, Error>(ArmFile::of(&run, arm)?.map(|file| (arm_file(&run), file.warmup_steps)))
+        };
+        let mut there = ARMS.iter().map(of_arm).chain(std::iter::once_with(of_gaps));
+        let Some((file, steps)) = there.find_map(Result::transpose).transpose()? else {
+            return Ok(());
+        };
+        // One that is damaged is named by what starts from it.
+        match Checkpoints::new(warmup.join("checkpoints")).read(Position::Grpo(0)) {
+            Ok(checkpoint) if checkpoint.state.warmup_steps != steps => bail!(
+                "{} begins after {steps} steps of a warm-up, and {} took {}: another one. Put the first back, or use another --out",
+                file.display(),
+                warmup.display(),
+                checkpoint.state.warmup_steps
+            ),
+            _ => Ok(()),
+        }
     }
 
     /// Whether a living process works on its run: the worker of a call that was killed, which saves after its step, or somebody
@@ -433,6 +470,10 @@ impl Plan {
             let (Some(found), Some(declared)) = (found, declared) else {
                 continue;
             };
+            // A choice alone tells no settings; those of its tries are looked at by themselves.
+            if found.seeds.is_empty() {
+                continue;
+            }
             let mut asked = assemble::of_series(&all_settings(&self.of_series(series, None)?)?, declared);
             let mut made = found.settings.clone();
             if let (Some(choice), None) = (&series.choice, &found.choice) {
@@ -456,7 +497,7 @@ impl Plan {
             Job::Arm { arm, .. } => ArmFile::of(&path, arm)?.map(|file| file.settings),
         };
         let file = path.join("config.toml");
-        let made = match made {
+        let mut made = match made {
             Some(made) => made,
             None if file.is_file() => {
                 let mut layers = Layers::defaults();
@@ -478,7 +519,17 @@ impl Plan {
                 choice.key
             );
         }
-        refuse_difference(&path, &made, &all_settings(&self.assignments(job)?)?, "not a setting")
+        let mut asked = all_settings(&self.assignments(job)?)?;
+        if let Job::Arm {
+            series, tried: Some(_), ..
+        } = job
+            && self.layout.choice(&series.name).is_file()
+        {
+            // What has been chosen was chosen wherever its tries ran.
+            made.remove("run.device");
+            asked.remove("run.device");
+        }
+        refuse_difference(&path, &made, &asked, "not a setting")
     }
 
     /// What it costs, in steps of an arm; a guess that only the time left is made of.
@@ -749,7 +800,17 @@ mod tests {
             let error = format!("{:#}", plan.left().unwrap_err());
             assert!(error.contains("choice.json") && error.contains(expected), "{error}");
         }
-        // A try of another arm, or made with other settings, is found beside it.
+        // It alone, as it is carried to another machine, tells nothing of the settings there.
+        let mut elsewhere = self::plan("choice_carried");
+        elsewhere.series[0].change(&["grpo.steps=50".into()]).unwrap();
+        files::write(&elsewhere.layout.choice("hard"), &file).unwrap();
+        let (left, _) = elsewhere.left().unwrap();
+        assert!(
+            left.iter()
+                .all(|(job, _)| !matches!(job, Job::Arm { tried: Some(_), .. }))
+        );
+        std::fs::remove_dir_all(elsewhere.layout.out()).unwrap();
+        // A try of another arm, or made with other settings, is found beside it; one of another device is none.
         files::write(&plan.layout.choice("hard"), &file).unwrap();
         plan.left().unwrap();
         let run = plan
@@ -757,6 +818,9 @@ mod tests {
             .choice_arm("hard", &choice.grid[0], choice.seeds[0], choice.arm);
         let whole: ArmFile = files::read(&arm_file(&run)).unwrap().unwrap();
         let mut other = whole.clone();
+        other.settings.insert("run.device".into(), "\"cuda:0\"".into());
+        files::write(&arm_file(&run), &other).unwrap();
+        plan.left().unwrap();
         other.settings.insert("grpo.steps".into(), "8".into());
         files::write(&arm_file(&run), &other).unwrap();
         let error = format!("{:#}", plan.left().unwrap_err());

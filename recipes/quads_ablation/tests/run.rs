@@ -264,6 +264,22 @@ fn files_that_do_not_belong_together_are_no_results() {
         said.contains("A/arm.json begins after") && said.contains("B/arm.json after 999"),
         "{said}"
     );
+    // All that is there began with another warm-up than is there.
+    let [arm, warm] = [file("A"), out.join("quick/seed_1/gaps.json")];
+    let [of_arm, of_gaps] = [&arm, &warm].map(|file| fs::read_to_string(file).unwrap());
+    for (file, text) in [(&arm, &of_arm), (&warm, &of_gaps)] {
+        let longer = text.replace(&format!("\"warmup_steps\":{steps}"), "\"warmup_steps\":999");
+        assert_ne!(&longer, text);
+        fs::write(file, longer).unwrap();
+    }
+    let said = fail(&mut tiny(&out, &["--arms", "C", "--dry-run"]), 1);
+    let expected = format!("A/arm.json begins after 999 steps of a warm-up, and {}", out.display());
+    assert!(
+        said.contains(&expected) && said.contains(&format!("took {steps}: another one")),
+        "{said}"
+    );
+    fs::write(arm, of_arm).unwrap();
+    fs::write(warm, of_gaps).unwrap();
     let mut answers: ArmFile = serde_json::from_str(&other).unwrap();
     answers
         .run
@@ -296,7 +312,7 @@ fn files_that_do_not_belong_together_are_no_results() {
     // The short run in the folder of a full one.
     let said = fail(program().args(["report", "--out"]).arg(&out), 1);
     assert!(
-        said.contains("results.json is of a short run; use another --out"),
+        said.contains("warmups/quick is of a short run; use another --out"),
         "{said}"
     );
 
