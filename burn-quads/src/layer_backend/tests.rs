@@ -45,6 +45,8 @@ fn rms_norm_and_its_gradient_equal_the_definition() {
         if rows == 0 {
             continue;
         }
+        // Of sums over so many rows, each with a rounding.
+        let sums = 2e-7 * rows.max(250) as f32;
         let (ax, agamma) = (leaf(&x), leaf(&gamma));
         let loss = composite::rms_norm(ax.clone(), agamma.clone(), 1e-6) * Tensor::from_inner(up.clone());
         let grads = loss.sum().backward();
@@ -53,14 +55,14 @@ fn rms_norm_and_its_gradient_equal_the_definition() {
             composite::rms_norm_backward(x.clone(), gamma.clone(), 1e-6, up.clone()),
         ] {
             assert_close(dx, ax.grad(&grads).unwrap(), 5e-6);
-            assert_close(d_gamma, agamma.grad(&grads).unwrap(), 5e-5);
+            assert_close(d_gamma, agamma.grad(&grads).unwrap(), sums);
         }
         // The node on Autodiff.
         let (nx, ngamma) = (leaf(&x), leaf(&gamma));
         let loss = A::rms_norm(nx.clone(), ngamma.clone(), 1e-6) * Tensor::from_inner(up);
         let node = loss.sum().backward();
         assert_close(nx.grad(&node).unwrap(), ax.grad(&grads).unwrap(), 5e-6);
-        assert_close(ngamma.grad(&node).unwrap(), agamma.grad(&grads).unwrap(), 5e-5);
+        assert_close(ngamma.grad(&node).unwrap(), agamma.grad(&grads).unwrap(), sums);
     }
 }
 
