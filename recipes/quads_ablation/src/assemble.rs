@@ -51,38 +51,26 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
                     warmup_steps: file.warmup_steps,
                     answers: Some(file.run.start.high.clone()),
                 };
-                match &start {
-                    Some(start) => start.check(&began)?,
-                    None => start = Some(began),
-                }
+                check_first(&mut start, began, Start::check)?;
                 let own = of_series(&file.settings, series);
-                match &settings {
-                    Some((other, first)) => check_same(other, first, &run, &own)?,
-                    None => settings = Some((run, own)),
-                }
+                check_first(&mut settings, (run, own), check_same)?;
                 runs.push(ArmRun { host, ..file.run });
             }
-            let gaps = files::read::<GapsFile>(&layout.gaps(&series.name, seed))?;
+            let file = layout.gaps(&series.name, seed);
+            let gaps = files::read::<GapsFile>(&file)?;
             if let Some(gaps) = &gaps {
-                let file = layout.gaps(&series.name, seed);
                 check_seed(&file, &gaps.settings, seed)?;
                 let began = Start {
                     file: file.clone(),
                     warmup_steps: gaps.warmup_steps,
                     answers: None,
                 };
-                match &start {
-                    Some(start) => start.check(&began)?,
-                    None => start = Some(began),
-                }
+                check_first(&mut start, began, Start::check)?;
                 devices.extend(device_of(&gaps.settings));
                 // Series share warm-ups.
                 warmups.insert((gaps.warmup.clone(), seed), gaps.warmup_s);
                 let own = without_choice(&gaps.settings, series);
-                match &of_gaps {
-                    Some((other, first)) => check_same(other, first, &file, &own)?,
-                    None => of_gaps = Some((file, own)),
-                }
+                check_first(&mut of_gaps, (file, own), check_same)?;
             }
             if gaps.is_some() || !runs.is_empty() {
                 seeds.push(Seed {
@@ -93,8 +81,8 @@ pub fn results(layout: &Layout, declared: &[series::Series], device: &str, quick
                 });
             }
         }
-        if let (Some((run, settings)), Some((gaps, of_gaps))) = (&settings, &of_gaps) {
-            check_same(run, &without_choice(settings, series), gaps, of_gaps)?;
+        if let (Some((run, settings)), Some(of_gaps)) = (&settings, &of_gaps) {
+            check_same(&(run.clone(), without_choice(settings, series)), of_gaps)?;
         }
         if !seeds.is_empty() || choice.is_some() {
             all.push(Series {
@@ -200,6 +188,15 @@ impl Start {
     }
 }
 
+/// Holds the next of its kind against the first, which it is where there was none.
+fn check_first<T>(first: &mut Option<T>, next: T, check: impl Fn(&T, &T) -> Result<()>) -> Result<()> {
+    match first {
+        Some(first) => check(first, &next)?,
+        None => *first = Some(next),
+    }
+    Ok(())
+}
+
 /// Refuses a file of another seed.
 fn check_seed(file: &Path, settings: &Settings, seed: u64) -> Result<()> {
     match settings.get("run.seed") {
@@ -214,13 +211,9 @@ fn check_seed(file: &Path, settings: &Settings, seed: u64) -> Result<()> {
 }
 
 /// Arms of a series differ in what their table says and in nothing else, wherever they were run; so do their gaps.
-fn check_same(one: &Path, settings: &Settings, other: &Path, others: &Settings) -> Result<()> {
-    let keys: BTreeSet<_> = settings.keys().chain(others.keys()).collect();
-    let value = |settings: &Settings, key: &String| settings.get(key).cloned().unwrap_or_else(|| "the default".into());
-    let differing: Vec<String> = keys
-        .into_iter()
-        .filter(|key| settings.get(*key) != others.get(*key))
-        .map(|key| format!("{key} was {} and {}", value(settings, key), value(others, key)))
+fn check_same((one, settings): &(PathBuf, Settings), (other, others): &(PathBuf, Settings)) -> Result<()> {
+    let differing: Vec<_> = series::differences(settings, others, "the default")
+        .map(|[key, one, other]| format!("{key} was {one} and {other}"))
         .collect();
     if !differing.is_empty() {
         bail!(

@@ -231,6 +231,7 @@ impl Scheduler<'_> {
     }
 
     fn spawn(&self, job: Job, given_up: Option<String>) -> Result<Running> {
+        self.plan.check_warmup(&job)?;
         let log = log_file(&self.plan.path(&job));
         let work = self.plan.work(&job, given_up.as_deref())?;
         let program = std::env::current_exe().context("cannot find this program's own file")?;

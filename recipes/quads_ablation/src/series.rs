@@ -350,6 +350,14 @@ pub fn all_settings(assignments: &[String]) -> Result<Settings> {
     Ok(settings_of(&layers))
 }
 
+/// The settings in which two differ, with the value of each: `absent` where one does not have it.
+pub fn differences<'a>(one: &'a Settings, other: &'a Settings, absent: &'a str) -> impl Iterator<Item = [&'a str; 3]> {
+    let keys: BTreeSet<_> = one.keys().chain(other.keys()).collect();
+    let value = move |settings: &'a Settings, key: &String| settings.get(key).map_or(absent, String::as_str);
+    let differing = keys.into_iter().filter(|key| one.get(*key) != other.get(*key));
+    differing.map(move |key| [key, value(one, key), value(other, key)])
+}
+
 /// The settings of a run but its place.
 pub fn settings_of(layers: &Layers) -> Settings {
     let values = layers

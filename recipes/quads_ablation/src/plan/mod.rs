@@ -134,8 +134,11 @@ impl Plan {
         let (mut left, mut done) = (Vec::new(), 0);
         for series in &self.series {
             let Some(choice) = &series.choice else { continue };
-            for job in tries(series, choice) {
-                self.check_settings(&job)?;
+            // Tries that are to be run are among the jobs.
+            if self.layout.choice(&series.name).exists() {
+                tries(series, choice)
+                    .iter()
+                    .try_for_each(|job| self.check_settings(job))?;
             }
             self.chosen(series, choice)?;
         }
@@ -148,7 +151,7 @@ impl Plan {
         }
         self.check_series()?;
         for (job, _) in &left {
-            self.is_ready(job)?;
+            self.check_warmup(job)?;
         }
         let needed: BTreeSet<PathBuf> = left.iter().filter_map(|(job, _)| self.warmup_of(job)).collect();
         left.retain(|(job, _)| !job.is_warmup() || needed.contains(&self.path(job)));
@@ -300,13 +303,10 @@ impl Plan {
     /// Whether all that it needs is there.
     ///
     /// # Errors
-    /// When a file of a choice cannot be read, or the warm-up is not the one that the others of the seed began with.
+    /// When a file of a choice cannot be read.
     pub fn is_ready(&self, job: &Job) -> Result<bool> {
         let ended = |warmup: PathBuf| Checkpoints::new(warmup.join("checkpoints")).path(Position::Grpo(0));
         let warm = self.warmup_of(job).is_none_or(|warmup| ended(warmup).is_dir());
-        if warm {
-            self.check_warmup(job)?;
-        }
         Ok(match job {
             Job::Arm {
                 series, tried: None, ..

@@ -1,8 +1,7 @@
 //! What a plan refuses before anything is run: files of other settings, other arms, other warm-ups.
-
 use anyhow::{Context, Error, Result, bail};
 use grpo_math::{checkpoints::Checkpoints, config::Layers, metrics::Position};
-use std::{collections::BTreeSet, path::Path};
+use std::path::Path;
 
 use super::{Job, Plan};
 use crate::{
@@ -10,7 +9,7 @@ use crate::{
     assemble,
     files::{self, ArmFile, GapsFile},
     layout::arm_file,
-    series::{Settings, all_settings, settings_of},
+    series::{Settings, all_settings, differences, settings_of},
 };
 
 impl Plan {
@@ -91,7 +90,10 @@ impl Plan {
 
     /// Refuses a warm-up that is not the one that what is there of the series and the seed began with: it was made elsewhere,
     /// and made again here.
-    pub(super) fn check_warmup(&self, job: &Job) -> Result<()> {
+    ///
+    /// # Errors
+    /// The file and the warm-up; what cannot be read.
+    pub fn check_warmup(&self, job: &Job) -> Result<()> {
         let (Job::Gaps { series, seed } | Job::Arm { series, seed, .. }) = job else {
             return Ok(());
         };
@@ -123,12 +125,8 @@ impl Plan {
 
 /// Refuses what was made with other settings than are asked for.
 fn refuse_difference(made_at: &Path, made: &Settings, asked: &Settings, absent: &str) -> Result<()> {
-    let keys: BTreeSet<_> = asked.keys().chain(made.keys()).collect();
-    let value = |settings: &Settings, key: &String| settings.get(key).cloned().unwrap_or(absent.into());
-    let differing: Vec<_> = keys
-        .into_iter()
-        .filter(|key| made.get(*key) != asked.get(*key))
-        .map(|key| format!("{key} was {}, and is {}", value(made, key), value(asked, key)))
+    let differing: Vec<_> = differences(made, asked, absent)
+        .map(|[key, made, asked]| format!("{key} was {made}, and is {asked}"))
         .collect();
     if !differing.is_empty() {
         bail!(
