@@ -10,6 +10,8 @@ use burn::{
     prelude::Backend,
     tensor::{Int, Tensor, TensorData},
 };
+use rand::Rng;
+use rayon::prelude::*;
 
 /// Why no completions could be sampled.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -293,26 +295,52 @@ impl<B: Backend, M: CachedLm<B>> Run<'_, B, M> {
     fn sample(&mut self, logits: Tensor<B, 2>, slots: &[usize]) -> Result<Vec<Sample>, RolloutError> {
         let [_, vocab] = logits.dims();
         let logits: Vec<f32> = logits.into_data().convert::<f32>().into_vec().expect("f32 logits");
-        let rows = slots.iter().zip(logits.chunks_exact(vocab));
-        rows.map(|(&slot, row)| {
-            let sequence = self.scheduler.sequence(slot);
-            let sampled = match self.given {
-                None => sample(row, self.params.temperature, &mut sequence.rng),
-                Some(given) => take(
-                    row,
-                    self.params.temperature,
-                    given[sequence.request][sequence.sampled()],
-                ),
-            };
-            sampled.map_err(|NonFiniteLogit { token, value }| RolloutError::NonFiniteLogits {
-                prompt: sequence.request,
-                step: sequence.sampled(),
-                token,
-                value,
+        let temperature = self.params.temperature;
+        // In the order of the slots, each from its sequence: which thread draws does not matter.
+        let choices: Vec<Choice> = slots
+            .iter()
+            .map(|&slot| {
+                let sequence = self.scheduler.sequence(slot);
+                match self.given {
+                    Some(given) => Choice::Given(given[sequence.request][sequence.sampled()]),
+                    None if temperature == 0.0 => Choice::Largest,
+                    None => Choice::Drawn(sequence.rng.random()),
+                }
+            })
+            .collect();
+        let samples: Vec<_> = (logits.par_chunks_exact(vocab), &choices)
+            .into_par_iter()
+            .with_min_len(LOGITS_A_TASK.div_ceil(vocab))
+            .map(|(row, choice)| match *choice {
+                Choice::Given(token) => take(row, temperature, token),
+                Choice::Largest => sample(row, 0.0, 0.0),
+                Choice::Drawn(number) => sample(row, temperature, number),
+            })
+            .collect();
+        let rows = slots.iter().zip(samples);
+        rows.map(|(&slot, sampled)| {
+            sampled.map_err(|NonFiniteLogit { token, value }| {
+                let sequence = self.scheduler.sequence(slot);
+                RolloutError::NonFiniteLogits {
+                    prompt: sequence.request,
+                    step: sequence.sampled(),
+                    token,
+                    value,
+                }
             })
         })
         .collect()
     }
+}
+
+/// Logits that are worth a task of their own.
+const LOGITS_A_TASK: usize = 1 << 14;
+
+/// How a row's token is chosen.
+enum Choice {
+    Given(u32),
+    Largest,
+    Drawn(f64),
 }
 
 fn int_tensor<B: Backend>(tokens: &[u32], device: &B::Device) -> Tensor<B, 1, Int> {

@@ -1,6 +1,4 @@
 //! From logits to a token and its log-probability.
-use rand::Rng;
-use rand_chacha::ChaCha8Rng;
 
 /// A logit is NaN or infinite.
 #[derive(Debug, PartialEq)]
@@ -16,22 +14,22 @@ pub(super) struct Sample {
     pub log_prob: f32,
 }
 
-/// Draws from `softmax(logits / temperature)`, in f64 and in index order, so that the result depends on nothing but
-/// `logits` and the next number of `rng`. Temperature 0 takes the largest logit, and no number.
-pub(super) fn sample(logits: &[f32], temperature: f32, rng: &mut ChaCha8Rng) -> Result<Sample, NonFiniteLogit> {
+/// Draws from `softmax(logits / temperature)` with `number`, one of [0, 1) that is uniformly distributed: in f64 and in index
+/// order, so that the result depends on nothing else. Temperature 0 takes the largest logit whatever the number.
+pub(super) fn sample(logits: &[f32], temperature: f32, number: f64) -> Result<Sample, NonFiniteLogit> {
     let softmax = Softmax::new(logits, temperature)?;
     let token = if temperature == 0.0 {
         logits.iter().position(|&x| x == softmax.largest)
     } else {
-        let mut left = rng.random::<f64>() * softmax.total;
-        logits.iter().position(|&x| {
-            left -= softmax.exponent(x).exp();
+        let mut left = number * softmax.total;
+        softmax.weights.iter().position(|weight| {
+            left -= weight;
             left < 0.0
         })
     };
     // Rounding can leave a number just below the total unmatched: it belongs to the last token that has probability.
     let token = token
-        .or_else(|| logits.iter().rposition(|&x| softmax.exponent(x).exp() > 0.0))
+        .or_else(|| softmax.weights.iter().rposition(|&weight| weight > 0.0))
         .unwrap_or(0);
     Ok(softmax.sample(token as u32))
 }
@@ -46,6 +44,8 @@ struct Softmax<'a> {
     logits: &'a [f32],
     largest: f32,
     scale: f64,
+    /// What each token has of the total.
+    weights: Vec<f64>,
     total: f64,
 }
 
@@ -62,9 +62,11 @@ impl<'a> Softmax<'a> {
             } else {
                 1.0 / temperature as f64
             },
+            weights: Vec::new(),
             total: 0.0,
         };
-        softmax.total = logits.iter().map(|&x| softmax.exponent(x).exp()).sum();
+        softmax.weights = logits.iter().map(|&x| softmax.exponent(x).exp()).collect();
+        softmax.total = softmax.weights.iter().sum();
         Ok(softmax)
     }
 
@@ -83,7 +85,8 @@ impl<'a> Softmax<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rand::SeedableRng;
+    use rand::{Rng, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
 
     fn rng() -> ChaCha8Rng {
         ChaCha8Rng::seed_from_u64(3)
@@ -98,7 +101,7 @@ mod tests {
         let (mut rng, draws) = (rng(), 100_000);
         let mut counts = [0; 4];
         for _ in 0..draws {
-            let sample = sample(&logits, temperature, &mut rng).unwrap();
+            let sample = sample(&logits, temperature, rng.random()).unwrap();
             counts[sample.token as usize] += 1;
             let expected = (weights[sample.token as usize] / total).ln();
             assert!((sample.log_prob as f64 - expected).abs() < 1e-6);
@@ -112,7 +115,7 @@ mod tests {
 
     #[test]
     fn temperature_zero_takes_the_first_of_the_largest() {
-        let sample = sample(&[0.0, 3.0, 3.0, -1.0], 0.0, &mut rng()).unwrap();
+        let sample = sample(&[0.0, 3.0, 3.0, -1.0], 0.0, 0.9).unwrap();
         assert_eq!(sample.token, 1);
         let expected = -(2.0 + (-3f64).exp() + (-4f64).exp()).ln();
         assert!((sample.log_prob as f64 - expected).abs() < 1e-6);
@@ -122,21 +125,21 @@ mod tests {
     fn a_token_without_probability_is_never_drawn() {
         let mut rng = rng();
         for _ in 0..1000 {
-            let sample = sample(&[-1e30, 0.0, -1e30], 1.0, &mut rng).unwrap();
+            let sample = sample(&[-1e30, 0.0, -1e30], 1.0, rng.random()).unwrap();
             assert_eq!((sample.token, sample.log_prob), (1, 0.0));
         }
     }
 
     #[test]
     fn huge_logits_do_not_overflow() {
-        let sample = sample(&[3e38, -3e38], 0.01, &mut rng()).unwrap();
+        let sample = sample(&[3e38, -3e38], 0.01, 0.5).unwrap();
         assert_eq!((sample.token, sample.log_prob), (0, 0.0));
     }
 
     #[test]
     fn a_non_finite_logit_is_named() {
         for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-            let error = sample(&[0.0, value], 1.0, &mut rng()).unwrap_err();
+            let error = sample(&[0.0, value], 1.0, 0.5).unwrap_err();
             assert_eq!(error.token, 1);
         }
     }

@@ -39,7 +39,8 @@
 //! - `portable`, `decode`, `bf16_mma`, `block_scaled_mma`: a file a route; `mma16` decodes for two of them;
 //! - `bias`: what is added to a product;
 //! - `fp8`: the baseline;
-//! - `values`: packed operands back to values; `dense_groups`: experts that are not packed.
+//! - `values`: packed operands back to values; `dense_groups`: experts that are not packed;
+//! - `layers`: what a decoder layer does beside its products.
 #![allow(
     clippy::collapsible_if,
     clippy::manual_is_multiple_of,
@@ -57,6 +58,7 @@ mod dense_groups;
 mod format;
 mod fp8;
 mod grouping;
+mod layers;
 mod matrix;
 mod mma16;
 mod pack;
@@ -73,6 +75,10 @@ pub use client::cuda;
 pub use client::vulkan;
 pub use dense_groups::{MatrixStack, grouped_matmul_dense, grouped_outer_product};
 pub use fp8::{Fp8Rows, matmul_fp8, pack_weight_fp8, quantize_fp8};
+pub use layers::{
+    ExpertOrder, RmsNormGradients, RotaryRows, order_by_expert, rms_norm, rms_norm_backward, rotate_heads, swiglu,
+    swiglu_backward, top_experts,
+};
 pub use matrix::{Element, Error, Matrix, PackedActivations, PackedWeight};
 pub use pack::{Amax, Packer, divides_exactly, pack_weight};
 pub use quantize::{DeviceMask, Residual, quantize};

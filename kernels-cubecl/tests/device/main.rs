@@ -7,9 +7,11 @@ mod bias;
 mod fp8;
 mod golden;
 mod grouped;
+mod layers;
 mod matmul;
 mod pack;
 mod quantize;
+mod routing;
 
 use cubecl::prelude::*;
 use kernels_cubecl::device::{self, Element, Matrix};
