@@ -1,7 +1,7 @@
 //! Operations of one's own on `Fusion`: what runs on the inner backend is put off until the stream runs, like Burn's own
 //! operations, and waits for nothing.
 use burn_backend::{
-    Backend, DType, Shape,
+    DType, Shape,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_fusion::{
@@ -23,7 +23,10 @@ pub struct Call<'a, B: FusionBackend> {
 
 impl<B: FusionBackend> Call<'_, B> {
     fn input(&mut self) -> TensorIr {
-        self.inputs.next().expect("an input for each that was registered").clone()
+        self.inputs
+            .next()
+            .expect("an input for each that was registered")
+            .clone()
     }
 
     /// The next input, of floats.
@@ -104,10 +107,7 @@ pub fn defer<B: FusionBackend>(
     inputs: Vec<FusionTensor<Runtime<B>>>,
     outputs: impl IntoIterator<Item = (Shape, DType)>,
     run: impl Fn(&mut Call<'_, B>) + Send + Sync + 'static,
-) -> Vec<FusionTensor<Runtime<B>>>
-where
-    B: Backend,
-{
+) -> Vec<FusionTensor<Runtime<B>>> {
     let client = inputs[0].client.clone();
     let streams = OperationStreams::with_inputs(inputs.iter());
     let outputs: Vec<_> = outputs

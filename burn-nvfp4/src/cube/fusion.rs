@@ -5,14 +5,11 @@ use burn_backend::{
     DType, Shape, TensorMetadata,
     tensor::{Device, FloatTensor, IntTensor},
 };
-use burn_fusion::{
-    Client, Fusion, FusionBackend, FusionTensor, NoOp,
-    stream::{Operation, OperationStreams},
-};
-use burn_ir::{BackendIr, CustomOpIr, HandleContainer, InitOperationIr, OperationIr, TensorIr};
-use core::{fmt, marker::PhantomData};
+use burn_fusion::{Client, Fusion, FusionBackend, FusionTensor, NoOp, stream::OperationStreams};
+use burn_ir::{InitOperationIr, OperationIr};
 use kernels_cubecl::Activation;
 
+use super::custom_op::{self, Call};
 use crate::{
     Nvfp4Backend, PackError, PackedWeight, WeightFormat, host_route,
     packed_weight::Frame,
@@ -20,79 +17,24 @@ use crate::{
 };
 
 type Runtime<B> = <B as FusionBackend>::FusionRuntime;
-type Handles<B> = HandleContainer<<B as BackendIr>::Handle>;
 
-/// What a custom operation finds when it runs: its inputs, one after the other.
-struct Inputs<'a, B: FusionBackend> {
-    tensors: core::slice::Iter<'a, TensorIr>,
-    handles: &'a mut Handles<B>,
+/// A weight from the next three inputs: codes, block scales, outer scales.
+fn read_weight<B: FusionBackend + Nvfp4Backend>(call: &mut Call<'_, B>, frame: &Frame) -> PackedWeight<B> {
+    let (codes, block_scales) = (call.int(), call.int());
+    frame.clone().fill(codes, block_scales, call.float())
 }
 
-impl<B: FusionBackend + Nvfp4Backend> Inputs<'_, B> {
-    fn next(&mut self) -> &TensorIr {
-        self.tensors.next().expect("an input for each that was registered")
-    }
-    fn float(&mut self) -> FloatTensor<B> {
-        let tensor = self.next().clone();
-        self.handles.get_float_tensor::<B>(&tensor)
-    }
-    fn int(&mut self) -> IntTensor<B> {
-        let tensor = self.next().clone();
-        self.handles.get_int_tensor::<B>(&tensor)
-    }
-    /// Codes, block scales, outer scales.
-    fn weight(&mut self, frame: &Frame) -> PackedWeight<B> {
-        let (codes, block_scales) = (self.int(), self.int());
-        frame.clone().fill(codes, block_scales, self.float())
-    }
-}
-
-/// A deferred call that gives one float tensor.
-struct Call<B, F> {
-    operation: CustomOpIr,
-    run: F,
-    backend: PhantomData<B>,
-}
-
-impl<B, F> fmt::Debug for Call<B, F> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.operation.id)
-    }
-}
-
-impl<B, F> Operation<Runtime<B>> for Call<B, F>
-where
-    B: FusionBackend + Nvfp4Backend,
-    F: Fn(&mut Inputs<'_, B>) -> FloatTensor<B> + Send + Sync,
-{
-    fn execute(&self, handles: &mut Handles<B>) {
-        let mut inputs = Inputs {
-            tensors: self.operation.inputs.iter(),
-            handles,
-        };
-        let output = (self.run)(&mut inputs);
-        handles.register_float_tensor::<B>(&self.operation.outputs[0].id, output);
-    }
-}
-
-/// Registers `run` on the stream of its inputs; gives the tensor that it will fill.
+/// [`custom_op::defer`] of what gives one float tensor.
 fn defer<B: FusionBackend + Nvfp4Backend>(
     name: &'static str,
     inputs: Vec<FusionTensor<Runtime<B>>>,
-    (shape, dtype): (Shape, DType),
-    run: impl Fn(&mut Inputs<'_, B>) -> FloatTensor<B> + Send + Sync + 'static,
+    output: (Shape, DType),
+    run: impl Fn(&mut Call<'_, B>) -> FloatTensor<B> + Send + Sync + 'static,
 ) -> FusionTensor<Runtime<B>> {
-    let client = inputs[0].client.clone();
-    let streams = OperationStreams::with_inputs(inputs.iter());
-    let output = TensorIr::uninit(client.create_empty_handle(), shape, dtype);
-    let inputs: Vec<_> = inputs.into_iter().map(FusionTensor::into_ir).collect();
-    let operation = CustomOpIr::new(name, &inputs, &[output]);
-    let call = Call::<B, _> {
-        operation: operation.clone(),
-        run,
-        backend: PhantomData,
-    };
-    let mut outputs = client.register(streams, OperationIr::Custom(operation), call);
+    let mut outputs = custom_op::defer::<B>(name, inputs, [output], move |call| {
+        let output = run(call);
+        call.give_float(output);
+    });
     outputs.remove(0)
 }
 
@@ -157,7 +99,7 @@ impl<B: FusionBackend + Nvfp4Backend> Nvfp4Backend for Fusion<B> {
         let output = (weight.shape(), weight.dtype().into());
         let frame = weight.frame();
         defer::<B>("nvfp4_unpack_weight", parts::<B>([], weight), output, move |inputs| {
-            B::unpack_weight(&inputs.weight(&frame))
+            B::unpack_weight(&read_weight(inputs, &frame))
         })
     }
 
@@ -176,7 +118,7 @@ impl<B: FusionBackend + Nvfp4Backend> Nvfp4Backend for Fusion<B> {
         let mut inputs = parts::<B>([x], weight);
         inputs.extend(bias);
         defer::<B>("nvfp4_packed_linear", inputs, output, move |inputs| {
-            let (x, weight) = (inputs.float(), inputs.weight(&frame));
+            let (x, weight) = (inputs.float(), read_weight(inputs, &frame));
             let bias = has_bias.then(|| inputs.float());
             B::packed_linear_bias(x, &weight, bias)
         })
@@ -194,7 +136,7 @@ impl<B: FusionBackend + Nvfp4Backend> Nvfp4Backend for Fusion<B> {
         let inputs = parts::<B>([x, counts], weight);
         defer::<B>("nvfp4_packed_grouped_linear", inputs, output, move |inputs| {
             let (x, counts) = (inputs.float(), inputs.int());
-            B::packed_grouped_linear(x, &inputs.weight(&frame), counts)
+            B::packed_grouped_linear(x, &read_weight(inputs, &frame), counts)
         })
     }
 

@@ -14,8 +14,10 @@
 //!
 //! - `tensors`: Burn's tensors as the kernels' matrices, and back;
 //! - `backend`: the operations;
-//! - `fusion`: each as a custom operation.
+//! - `fusion`: each as a custom operation;
+//! - [`custom_op`]: how, for whoever adds operations of their own.
 mod backend;
+pub mod custom_op;
 mod fusion;
 mod tensors;
 

@@ -1,6 +1,6 @@
 //! The operations of [`LayerBackend`](super::LayerBackend), made of Burn's: their definition, and the default of every
 //! backend.
-use super::{AttentionGradients, AttentionInput, CachedQkv, ExpertOrder, HeadNorms, MASKED_SCORE};
+use super::{AttentionGradients, AttentionInput, CachedQkv, ExpertOrder, HeadNorms, LayerBackend, MASKED_SCORE};
 use crate::modules::{
     attention::{CacheStep, LayerCache, TokenPlace},
     rotary::Rotation,
@@ -77,12 +77,12 @@ pub(super) fn swiglu_backward<B: Backend>(gate_up: Tensor<B, 2>, grad: Tensor<B,
     Tensor::cat(vec![grad * up * slope, d_up], 1)
 }
 
-pub(super) fn causal_attention<B: Backend>(input: AttentionInput<B>) -> Tensor<B, 3> {
+pub(super) fn causal_attention<B: LayerBackend>(input: AttentionInput<B>) -> Tensor<B, 3> {
     let [batch, seq, width] = input.query.dims();
     let (heads, d) = (input.heads, width / input.heads);
     let kv_heads = input.key.dims()[2] / d;
     let rotation = Rotation::new(input.cos, input.sin);
-    let rotate = |x: Tensor<B, 2>, heads: usize| rotation.apply(x.reshape([batch, seq, heads, d]));
+    let rotate = |x: Tensor<B, 2>, heads: usize| B::rotate(x.reshape([batch, seq, heads, d]), &rotation);
     let query = input.query.reshape([batch * seq * heads, d]);
     let key = input.key.reshape([batch * seq * kv_heads, d]);
     let (query, key) = norm_heads(query, key, input.norms);
@@ -106,7 +106,7 @@ pub(super) fn causal_attention<B: Backend>(input: AttentionInput<B>) -> Tensor<B
 }
 
 /// Rows of heads, normed.
-fn norm_heads<B: Backend>(
+fn norm_heads<B: LayerBackend>(
     query: Tensor<B, 2>,
     key: Tensor<B, 2>,
     norms: Option<HeadNorms<B>>,
@@ -114,8 +114,8 @@ fn norm_heads<B: Backend>(
     match norms {
         None => (query, key),
         Some(norms) => (
-            rms_norm(query, norms.query, norms.epsilon),
-            rms_norm(key, norms.key, norms.epsilon),
+            B::rms_norm(query, norms.query, norms.epsilon),
+            B::rms_norm(key, norms.key, norms.epsilon),
         ),
     }
 }
@@ -139,7 +139,7 @@ fn mask<B: Backend>(
 
 /// Gradients of [`causal_attention`]: the forward pass again, then back through it step by step. (Differentiating it with
 /// Autodiff would wait for a lock that the backward pass around it holds.)
-pub(super) fn causal_attention_backward<B: Backend>(
+pub(super) fn causal_attention_backward<B: LayerBackend>(
     input: AttentionInput<B>,
     grad: Tensor<B, 3>,
 ) -> AttentionGradients<B> {
@@ -155,8 +155,8 @@ pub(super) fn causal_attention_backward<B: Backend>(
     let query = input.query.reshape([batch * seq * heads, d]);
     let key = input.key.reshape([batch * seq * kv_heads, d]);
     let (normed_query, normed_key) = norm_heads(query.clone(), key.clone(), input.norms.clone());
-    let rotated_query = rotation.apply(normed_query.reshape([batch, seq, heads, d])) * scale;
-    let rotated_key = rotation.apply(normed_key.reshape([batch, seq, kv_heads, d]));
+    let rotated_query = B::rotate(normed_query.reshape([batch, seq, heads, d]), &rotation) * scale;
+    let rotated_key = B::rotate(normed_key.reshape([batch, seq, kv_heads, d]), &rotation);
     let by_group = |x: Tensor<B, 4>| x.swap_dims(1, 2).reshape([batch, kv_heads, group_rows, d]);
     let q = by_group(rotated_query);
     let k = rotated_key.swap_dims(1, 2);
@@ -177,15 +177,13 @@ pub(super) fn causal_attention_backward<B: Backend>(
     let d_query = d_scores.clone().matmul(k).reshape([batch, heads, seq, d]);
     let d_key = d_scores.swap_dims(2, 3).matmul(q);
 
-    let d_query = back
-        .apply(d_query.swap_dims(1, 2) * scale)
-        .reshape([batch * seq * heads, d]);
-    let d_key = back.apply(d_key.swap_dims(1, 2)).reshape([batch * seq * kv_heads, d]);
+    let d_query = B::rotate(d_query.swap_dims(1, 2) * scale, &back).reshape([batch * seq * heads, d]);
+    let d_key = B::rotate(d_key.swap_dims(1, 2), &back).reshape([batch * seq * kv_heads, d]);
     let (d_query, d_key, norms) = match input.norms {
         None => (d_query, d_key, None),
         Some(norms) => {
-            let (d_query, d_query_norm) = rms_norm_backward(query, norms.query, norms.epsilon, d_query);
-            let (d_key, d_key_norm) = rms_norm_backward(key, norms.key, norms.epsilon, d_key);
+            let (d_query, d_query_norm) = B::rms_norm_backward(query, norms.query, norms.epsilon, d_query);
+            let (d_key, d_key_norm) = B::rms_norm_backward(key, norms.key, norms.epsilon, d_key);
             (d_query, d_key, Some([d_query_norm, d_key_norm]))
         }
     };
@@ -221,7 +219,7 @@ fn places<B: Backend>(list: impl ExactSizeIterator<Item = (usize, usize)>, devic
 }
 
 /// [`LayerBackend::cached_attention`](super::LayerBackend::cached_attention).
-pub(crate) fn cached_attention<B: Backend>(
+pub(crate) fn cached_attention<B: LayerBackend>(
     qkv: CachedQkv<B>,
     cache: &mut LayerCache<B>,
     step: &CacheStep,
@@ -237,7 +235,7 @@ pub(crate) fn cached_attention<B: Backend>(
     };
     let positions = indices(|t| t.position);
     let rotation = qkv.rope.rotation(positions.clone().reshape([tokens, 1]));
-    let rotate = |x: Tensor<B, 2>, heads: usize| rotation.apply(x.reshape([tokens, 1, heads, d]));
+    let rotate = |x: Tensor<B, 2>, heads: usize| B::rotate(x.reshape([tokens, 1, heads, d]), &rotation);
     let query = qkv.query.reshape([tokens * qkv.heads, d]);
     let key = qkv.key.reshape([tokens * kv_heads, d]);
     let (query, key) = norm_heads(query, key, qkv.norms);

@@ -1,13 +1,14 @@
 //! Operations of a decoder layer that a backend may run as one.
 //!
 //! Each has a definition in Burn's operations (`composite`), right on every backend, and a gradient; on `Autodiff` each
-//! is one node of the graph that keeps its inputs only. Flex overrides them with single passes on the host (`host`),
-//! GPUs those that would wait for the device (`device`).
+//! is one node of the graph that keeps its inputs only. Flex overrides them with single passes on the host (`host`), GPUs
+//! with kernels (`device`).
 //!
 //! | operation | what it does |
 //! |---|---|
 //! | `rms_norm` | `x / √(mean(x²) + ε) · γ` by row |
 //! | `swiglu` | `silu(gate) · up` |
+//! | `rotate` | rotary positions of heads, without a gradient |
 //! | `causal_attention` | QK-norm, rotation and causal attention over whole sequences |
 //! | `cached_attention` | the same for new tokens over a cache, without a gradient |
 //! | `top_experts` | the experts of largest logits, without a gradient |
@@ -25,7 +26,7 @@ mod tests;
 
 use crate::modules::{
     attention::{CacheStep, LayerCache},
-    rotary::RotaryEmbedding,
+    rotary::{RotaryEmbedding, Rotation},
 };
 use burn::{
     nn::RmsNorm,
@@ -135,6 +136,11 @@ pub trait LayerBackend: Backend {
     /// The gradient of `gate_up` from that of [`Self::swiglu`]'s result.
     fn swiglu_backward(gate_up: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
         composite::swiglu_backward(gate_up, grad)
+    }
+
+    /// Turns the heads `[batch, seq, heads, head_dim]` of each token by its position.
+    fn rotate(x: Tensor<Self, 4>, rotation: &Rotation<Self>) -> Tensor<Self, 4> {
+        rotation.apply(x)
     }
 
     /// Norms and rotates queries and keys, and gives each token's mixed values over itself and the tokens before it:

@@ -2,7 +2,7 @@
 use super::{AttentionGradients, AttentionInput, CachedQkv, ExpertOrder, HeadNorms, LayerBackend};
 use crate::modules::{
     attention::{CacheStep, LayerCache},
-    rotary::RotaryEmbedding,
+    rotary::{RotaryEmbedding, Rotation},
 };
 use burn::tensor::{Int, Tensor, TensorPrimitive};
 use burn_nvfp4::{Nvfp4, Nvfp4Backend, Nvfp4Tensor};
@@ -28,6 +28,11 @@ impl<B: Nvfp4Backend + LayerBackend> LayerBackend for Nvfp4<B> {
 
     fn swiglu_backward(gate_up: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
         wrap(B::swiglu_backward(unwrap(gate_up), unwrap(grad)))
+    }
+
+    fn rotate(x: Tensor<Self, 4>, rotation: &Rotation<Self>) -> Tensor<Self, 4> {
+        let inner = Rotation::new(unwrap(rotation.cos.clone()), unwrap(rotation.sin.clone()));
+        wrap(B::rotate(unwrap(x), &inner))
     }
 
     fn causal_attention(input: AttentionInput<Self>) -> Tensor<Self, 3> {

@@ -1,7 +1,8 @@
-//! RMS norm, SwiGLU and rotary positions against sums in f64.
+//! RMS norm, SwiGLU, softmax and rotary positions against sums in f64.
 use crate::{Client, Random, client, download, upload};
 use kernels_cubecl::device::{
-    Element, Matrix, RotaryRows, rms_norm, rms_norm_backward, rotate_heads, swiglu, swiglu_backward,
+    Element, Matrix, RotaryRows, log_softmax_parts, rms_norm, rms_norm_backward, rotate_heads, softmax,
+    softmax_backward, swiglu, swiglu_backward,
 };
 
 /// Rows, one value, a warp's worth, neither, more than a cube has units; more rows than a line of the grid.
@@ -137,6 +138,78 @@ fn swiglu_and_its_gradient() {
     }
 }
 
+/// `exp(x − largest)` of a row, and the largest.
+fn exponentials(row: &[f32]) -> (Vec<f64>, f32) {
+    let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let exponentials = row.iter().map(|x| (*x as f64 - largest as f64).exp());
+    (exponentials.collect(), largest)
+}
+
+#[test]
+fn softmax_its_gradient_and_the_parts_of_its_logarithm() {
+    let Some(client) = client() else { return };
+    let mut random = Random::new(14);
+    for (rows, columns) in SHAPES.into_iter().chain([(3, 40_000)]) {
+        let mut x: Vec<f32> = normal(&mut random, rows * columns).iter().map(|x| 5.0 * x).collect();
+        // What masks write, and what overflows without the largest taken off.
+        for (i, value) in x.iter_mut().enumerate().filter(|(i, _)| i % columns > 0) {
+            match i % 7 {
+                0 => *value = -1e30,
+                1 if i % 5 == 0 => *value = 300.0,
+                2 if i % 11 == 0 => *value = f32::NEG_INFINITY,
+                _ => {}
+            }
+        }
+        let grad = normal(&mut random, rows * columns);
+        let (mut y, mut dx, mut largest, mut log_sum) = (vec![], vec![], vec![], vec![]);
+        for (row, grad) in x.chunks(columns).zip(grad.chunks(columns)) {
+            let (exponentials, of_row) = exponentials(row);
+            let sum: f64 = exponentials.iter().sum();
+            let along: f64 = exponentials.iter().zip(grad).map(|(e, g)| e / sum * *g as f64).sum();
+            y.extend(exponentials.iter().map(|e| e / sum));
+            dx.extend(
+                exponentials
+                    .iter()
+                    .zip(grad)
+                    .map(|(e, g)| e / sum * (*g as f64 - along)),
+            );
+            largest.push(of_row);
+            log_sum.push(sum.ln());
+        }
+        let grad = upload_strided(&client, &grad, rows, columns);
+        for x in [
+            upload(&client, Element::F32, &x, rows, columns),
+            upload_strided(&client, &x, rows, columns),
+        ] {
+            let weights = softmax(&client, &x).unwrap();
+            assert_close(&download(&client, &weights), &y, 1.0);
+            let slopes = softmax_backward(&client, &weights, &grad).unwrap();
+            assert_close(&download(&client, &slopes), &dx, 4.0);
+            let parts = log_softmax_parts(&client, &x).unwrap();
+            assert_eq!(download(&client, &parts.largest), largest);
+            assert_close(&download(&client, &parts.log_sum), &log_sum, 4.0);
+        }
+    }
+}
+
+#[test]
+fn a_row_with_nan_is_nan_and_its_neighbours_are_not() {
+    let Some(client) = client() else { return };
+    let mut values = vec![0.5; 3 * 700];
+    values[700 + 650] = f32::NAN;
+    let x = upload(&client, Element::F32, &values, 3, 700);
+    let weights = download(&client, &softmax(&client, &x).unwrap());
+    let log_sums = download(&client, &log_softmax_parts(&client, &x).unwrap().log_sum);
+    let gamma = upload(&client, Element::F32, &[1.0; 700], 1, 700);
+    let normed = download(&client, &rms_norm(&client, &x, &gamma, 1e-6).unwrap());
+    for (row, log_sum) in log_sums.iter().enumerate() {
+        let is_nan = row == 1;
+        assert_eq!(log_sum.is_nan(), is_nan);
+        assert!(weights[row * 700..][..700].iter().all(|w| w.is_nan() == is_nan));
+        assert!(normed[row * 700..][..700].iter().all(|n| n.is_nan() == is_nan));
+    }
+}
+
 #[test]
 fn heads_are_rotated_by_the_position_of_their_token() {
     let Some(client) = client() else { return };
@@ -193,6 +266,9 @@ fn no_rows_give_no_rows() {
         0
     );
     assert_eq!(swiglu(&client, &none).unwrap().columns, 4);
+    assert_eq!(softmax(&client, &none).unwrap().rows, 0);
+    assert_eq!(softmax_backward(&client, &none, &none).unwrap().rows, 0);
+    assert_eq!(log_softmax_parts(&client, &none).unwrap().log_sum.rows, 0);
     assert_eq!(rotate_heads(&client, &none, 2, &table).unwrap().rows, 0);
 }
 
@@ -227,6 +303,8 @@ fn operands_that_do_not_fit_are_refused() {
     );
     assert_eq!(refusal(&f32s(5, 6), 2, table(1, 6)), "rows of heads: expected 6, got 5");
     assert_eq!(refusal(&f32s(6, 6), 2, table(2, 6)), "tokens: expected 4, got 3");
+    let error = softmax_backward(&client, &x, &f32s(2, 5)).unwrap_err();
+    assert_eq!(error.to_string(), "columns of the gradient: expected 6, got 5");
     let half = upload(&client, Element::F16, &[0.0; 12], 2, 6);
     let error = rms_norm(&client, &half, &f32s(1, 6), 1e-6).unwrap_err();
     assert_eq!(

@@ -1,17 +1,19 @@
 //! What a decoder layer does beside its products, each in one launch: general operations take up to dozens, and with few
 //! tokens the time is that of the launches. All f32; a row's bits depend on the row alone.
 //!
-//! - `rms_norm`, `swiglu`: with their gradients;
+//! - `rms_norm`, `swiglu`, `softmax`: with their gradients;
 //! - `rotation`: rotary positions;
 //! - `routing`: which experts a token goes to, and the order by expert.
 mod rms_norm;
 mod rotation;
 mod routing;
+mod softmax;
 mod swiglu;
 
 pub use rms_norm::{RmsNormGradients, rms_norm, rms_norm_backward};
 pub use rotation::{RotaryRows, rotate_heads};
 pub use routing::{ExpertOrder, order_by_expert, top_experts};
+pub use softmax::{LogSoftmaxParts, log_softmax_parts, softmax, softmax_backward};
 pub use swiglu::{swiglu, swiglu_backward};
 
 use super::matrix::{Element, Error, Matrix};
@@ -21,6 +23,11 @@ use cubecl::prelude::*;
 const WIDTH: usize = 32_768;
 /// Units of a cube where each unit takes a value.
 const UNITS: usize = 256;
+
+/// Units of a cube that takes a row: a warp where rows are short, as those of heads are.
+fn row_units(columns: usize) -> usize {
+    if columns <= 512 { 32 } else { 256 }
+}
 
 /// One cube a row.
 fn row_grid(rows: usize) -> CubeCount {
@@ -59,4 +66,40 @@ fn check_len(what: &'static str, expected: usize, actual: usize) -> Result<(), E
         true => Ok(()),
         false => Err(Error::Mismatch { what, expected, actual }),
     }
+}
+
+/// The sum of all units' values, in every unit.
+#[cube]
+fn sum_over_cube(own: f32, #[comptime] units: usize) -> f32 {
+    let mut shared = SharedMemory::<f32>::new(units);
+    let unit_pos = UNIT_POS as usize;
+    shared[unit_pos] = own;
+    #[unroll]
+    for level in 0..comptime!(units.trailing_zeros() as usize) {
+        let width = comptime!(units >> (level + 1));
+        sync_cube();
+        if unit_pos < width {
+            shared[unit_pos] += shared[unit_pos + width];
+        }
+    }
+    sync_cube();
+    shared[0]
+}
+
+/// The largest of all units' values, in every unit.
+#[cube]
+fn largest_over_cube(own: f32, #[comptime] units: usize) -> f32 {
+    let mut shared = SharedMemory::<f32>::new(units);
+    let unit_pos = UNIT_POS as usize;
+    shared[unit_pos] = own;
+    #[unroll]
+    for level in 0..comptime!(units.trailing_zeros() as usize) {
+        let width = comptime!(units >> (level + 1));
+        sync_cube();
+        if unit_pos < width {
+            shared[unit_pos] = max(shared[unit_pos], shared[unit_pos + width]);
+        }
+    }
+    sync_cube();
+    shared[0]
 }

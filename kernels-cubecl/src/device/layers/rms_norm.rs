@@ -1,13 +1,8 @@
 //! RMS norm of rows, and its gradients: one cube a row.
-use super::{check_f32, check_len, cube_row, row_grid};
+use super::{check_f32, check_len, cube_row, row_grid, row_units, sum_over_cube};
 use crate::device::matrix::{Element, Error, Matrix, allocate, array};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
-
-/// Units of a cube: a warp for the rows of heads, more for those of whole tokens.
-fn units(columns: usize) -> usize {
-    if columns <= 512 { 32 } else { 256 }
-}
 
 /// `x / √(mean(x²) + ε) · γ` of each row of `x` (f32 `[rows, columns]`); `gamma` is one row without gaps.
 ///
@@ -22,7 +17,7 @@ pub fn rms_norm<R: Runtime>(
     check("an RMS norm", x, gamma)?;
     let y = allocate(client, x.rows * x.columns);
     if x.rows * x.columns > 0 {
-        let units = units(x.columns);
+        let units = row_units(x.columns);
         // SAFETY: one cube a row; rows past the last are neither read nor written.
         unsafe {
             normalize::launch_unchecked::<R>(
@@ -71,7 +66,7 @@ pub fn rms_norm_backward<R: Runtime>(
     let values = x.rows * x.columns;
     let (dx, products) = (allocate(client, values), allocate(client, values));
     if values > 0 {
-        let units = units(x.columns);
+        let units = row_units(x.columns);
         // SAFETY: one cube a row; rows past the last are neither read nor written.
         unsafe {
             differentiate::launch_unchecked::<R>(
@@ -178,22 +173,4 @@ fn differentiate(
             products[row * columns + column] = slope * normed;
         }
     }
-}
-
-/// The sum of all units' values, in every unit.
-#[cube]
-fn sum_over_cube(own: f32, #[comptime] units: usize) -> f32 {
-    let mut shared = SharedMemory::<f32>::new(units);
-    let unit_pos = UNIT_POS as usize;
-    shared[unit_pos] = own;
-    #[unroll]
-    for level in 0..comptime!(units.trailing_zeros() as usize) {
-        let width = comptime!(units >> (level + 1));
-        sync_cube();
-        if unit_pos < width {
-            shared[unit_pos] += shared[unit_pos + width];
-        }
-    }
-    sync_cube();
-    shared[0]
 }

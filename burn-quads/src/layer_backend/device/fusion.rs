@@ -1,0 +1,177 @@
+//! `Fusion`: each operation is a custom one of its stream. Shapes are checked before an operation is registered: a panic on the
+//! device's thread would come late and elsewhere.
+use super::{is_f32, permute_rows_backward};
+use crate::{
+    layer_backend::{ExpertOrder, LayerBackend, composite},
+    modules::rotary::Rotation,
+};
+use burn::tensor::{DType, Int, Shape, Tensor, TensorPrimitive};
+use burn_backend::{
+    Element as _,
+    tensor::{FloatTensor, IntElem},
+};
+use burn_fusion::{Fusion, FusionBackend, FusionTensor};
+use burn_nvfp4::cube::custom_op::{Call, defer};
+
+impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
+    fn rms_norm(x: Tensor<Self, 2>, gamma: Tensor<Self, 1>, epsilon: f64) -> Tensor<Self, 2> {
+        if !(is_f32(&x) && is_f32(&gamma)) {
+            return composite::rms_norm(x, gamma, epsilon);
+        }
+        assert_eq!(
+            x.dims()[1],
+            gamma.dims()[0],
+            "values of a row, and of the norm's weight"
+        );
+        let shape = x.shape();
+        one("quads_rms_norm", [primitive(x), primitive(gamma)], shape, move |call| {
+            let (x, gamma) = (next(call), next(call));
+            B::rms_norm(x, gamma, epsilon)
+        })
+    }
+
+    fn rms_norm_backward(
+        x: Tensor<Self, 2>,
+        gamma: Tensor<Self, 1>,
+        epsilon: f64,
+        grad: Tensor<Self, 2>,
+    ) -> (Tensor<Self, 2>, Tensor<Self, 1>) {
+        if !(is_f32(&x) && is_f32(&gamma) && is_f32(&grad)) {
+            return composite::rms_norm_backward(x, gamma, epsilon, grad);
+        }
+        assert_eq!(
+            x.dims()[1],
+            gamma.dims()[0],
+            "values of a row, and of the norm's weight"
+        );
+        assert_eq!(x.dims(), grad.dims(), "the rows, and their gradient");
+        let outputs = [x.shape(), gamma.shape()].map(|shape| (shape, DType::F32));
+        let inputs = vec![primitive(x), primitive(gamma), primitive(grad)];
+        let gradients = defer::<B>("quads_rms_norm_backward", inputs, outputs, move |call| {
+            let (x, gamma, grad) = (next(call), next(call), next(call));
+            let (dx, d_gamma) = B::rms_norm_backward(x, gamma, epsilon, grad);
+            call.give_float(dx.into_primitive().tensor());
+            call.give_float(d_gamma.into_primitive().tensor());
+        });
+        let [dx, d_gamma] = exactly(gradients);
+        (float(dx), float(d_gamma))
+    }
+
+    fn swiglu(gate_up: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if !is_f32(&gate_up) {
+            return composite::swiglu(gate_up);
+        }
+        let [rows, width] = gate_up.dims();
+        assert!(width.is_multiple_of(2), "gate and up have {width} columns together");
+        let shape = Shape::from([rows, width / 2]);
+        one("quads_swiglu", [primitive(gate_up)], shape, |call| {
+            B::swiglu(next(call))
+        })
+    }
+
+    fn swiglu_backward(gate_up: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if !(is_f32(&gate_up) && is_f32(&grad)) {
+            return composite::swiglu_backward(gate_up, grad);
+        }
+        let [rows, width] = gate_up.dims();
+        assert_eq!(
+            [rows, width],
+            [grad.dims()[0], 2 * grad.dims()[1]],
+            "gate and up, and the gradient"
+        );
+        let shape = gate_up.shape();
+        one(
+            "quads_swiglu_backward",
+            [primitive(gate_up), primitive(grad)],
+            shape,
+            |call| {
+                let (gate_up, grad) = (next(call), next(call));
+                B::swiglu_backward(gate_up, grad)
+            },
+        )
+    }
+
+    fn rotate(x: Tensor<Self, 4>, rotation: &Rotation<Self>) -> Tensor<Self, 4> {
+        if !(is_f32(&x) && is_f32(&rotation.cos) && is_f32(&rotation.sin)) {
+            return rotation.apply(x);
+        }
+        let ([batch, seq, _, d], [tables, table_seq, table_d]) = (x.dims(), rotation.cos.dims());
+        assert!(
+            [table_seq, table_d] == [seq, d] && (tables == 1 || tables == batch),
+            "heads [{batch}, {seq}, .., {d}], rotations [{tables}, {table_seq}, {table_d}]"
+        );
+        let shape = x.shape();
+        let table = [&rotation.cos, &rotation.sin].map(|table| primitive(table.clone()));
+        let inputs = [primitive(x)].into_iter().chain(table);
+        one("quads_rotate", inputs, shape, |call| {
+            let (x, cos, sin) = (next(call), next(call), next(call));
+            B::rotate(x, &Rotation::new(cos, sin))
+        })
+    }
+
+    fn top_experts(logits: Tensor<Self, 2>, k: usize) -> Tensor<Self, 2, Int> {
+        let [tokens, experts] = logits.dims();
+        assert!(k <= experts, "{k} of {experts} experts cannot be chosen");
+        let output = (Shape::from([tokens, k]), IntElem::<B>::dtype());
+        let chosen = defer::<B>("quads_top_experts", vec![primitive(logits)], [output], move |call| {
+            let chosen = B::top_experts(next(call), k);
+            call.give_int(chosen.into_primitive());
+        });
+        let [chosen] = exactly(chosen);
+        Tensor::from_primitive(chosen)
+    }
+
+    fn order_by_expert(expert_ids: Tensor<Self, 1, Int>, experts: usize) -> ExpertOrder<Self> {
+        let [rows] = expert_ids.dims();
+        let outputs = [rows, rows, experts].map(|len| (Shape::from([len]), IntElem::<B>::dtype()));
+        let inputs = vec![expert_ids.into_primitive()];
+        let sorted = defer::<B>("quads_order_by_expert", inputs, outputs, move |call| {
+            let sorted = B::order_by_expert(Tensor::from_primitive(call.int()), experts);
+            for part in [sorted.order, sorted.inverse, sorted.counts] {
+                call.give_int(part.into_primitive());
+            }
+        });
+        let [order, inverse, counts] = exactly(sorted).map(Tensor::from_primitive);
+        ExpertOrder { order, inverse, counts }
+    }
+
+    fn permute_rows_backward(grad: Tensor<Self, 2>, order: &ExpertOrder<Self>, tokens: usize) -> Tensor<Self, 2> {
+        permute_rows_backward(grad, order, tokens)
+    }
+}
+
+type Registered<B> = FusionTensor<<B as FusionBackend>::FusionRuntime>;
+
+/// Registers what gives one f32 tensor.
+fn one<B: FusionBackend + LayerBackend, const D: usize>(
+    name: &'static str,
+    inputs: impl IntoIterator<Item = Registered<B>>,
+    shape: Shape,
+    run: impl Fn(&mut Call<'_, B>) -> Tensor<B, D> + Send + Sync + 'static,
+) -> Tensor<Fusion<B>, D> {
+    let inputs = inputs.into_iter().collect();
+    let output = defer::<B>(name, inputs, [(shape, DType::F32)], move |call| {
+        let output = run(call);
+        call.give_float(output.into_primitive().tensor());
+    });
+    let [output] = exactly(output);
+    float(output)
+}
+
+/// The next input of a deferred operation.
+fn next<B: FusionBackend, const D: usize>(call: &mut Call<'_, B>) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(call.float()))
+}
+
+fn primitive<B: FusionBackend, const D: usize>(x: Tensor<Fusion<B>, D>) -> FloatTensor<Fusion<B>> {
+    x.into_primitive().tensor()
+}
+
+fn float<B: FusionBackend, const D: usize>(x: FloatTensor<Fusion<B>>) -> Tensor<Fusion<B>, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(x))
+}
+
+fn exactly<T, const N: usize>(outputs: Vec<T>) -> [T; N] {
+    let outputs: Result<[T; N], _> = outputs.try_into();
+    outputs.unwrap_or_else(|_| unreachable!("one tensor for each that was registered"))
+}

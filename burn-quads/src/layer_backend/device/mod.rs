@@ -1,0 +1,198 @@
+//! GPUs: the kernels of [`kernels_cubecl::device`] in place of what Burn's operations would take dozens of launches for, with
+//! one thread for each result of a sum, or wait for (Burn sorts on the host). The kernels are for f32; other types take the
+//! definitions.
+//!
+//! Burn's `scatter` and `select_assign` walk over all indices one after the other, with a thread for each of the other
+//! dimensions alone: for the rows of a batch that is milliseconds, so rows are gathered instead.
+mod fusion;
+
+use super::{ExpertOrder, LayerBackend, composite};
+use crate::modules::rotary::Rotation;
+use burn::{
+    prelude::Backend,
+    tensor::{DType, Int, Shape, Tensor, TensorPrimitive},
+};
+use burn_backend::{Element as _, TensorMetadata};
+use burn_cubecl::{
+    BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement, kernel::into_contiguous, tensor::CubeTensor,
+};
+use cubecl::server::Handle;
+use kernels_cubecl::device::{self, Element, Matrix, RotaryRows};
+
+impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBackend for CubeBackend<R, F, I, BT> {
+    fn rms_norm(x: Tensor<Self, 2>, gamma: Tensor<Self, 1>, epsilon: f64) -> Tensor<Self, 2> {
+        if !(is_f32(&x) && is_f32(&gamma)) {
+            return composite::rms_norm(x, gamma, epsilon);
+        }
+        let (x, gamma) = (primitive(x), primitive(gamma));
+        let y = device::rms_norm(&x.client, &matrix(&x), &one_row(gamma), epsilon as f32);
+        float(&x, done(y))
+    }
+
+    fn rms_norm_backward(
+        x: Tensor<Self, 2>,
+        gamma: Tensor<Self, 1>,
+        epsilon: f64,
+        grad: Tensor<Self, 2>,
+    ) -> (Tensor<Self, 2>, Tensor<Self, 1>) {
+        if !(is_f32(&x) && is_f32(&gamma) && is_f32(&grad)) {
+            return composite::rms_norm_backward(x, gamma, epsilon, grad);
+        }
+        let (x, gamma, grad) = (primitive(x), primitive(gamma), primitive(grad));
+        let gradients = done(device::rms_norm_backward(
+            &x.client,
+            &matrix(&x),
+            &one_row(gamma),
+            epsilon as f32,
+            &matrix(&grad),
+        ));
+        (
+            float(&x, gradients.x),
+            composite::column_sums(float(&x, gradients.gamma_rows)),
+        )
+    }
+
+    fn swiglu(gate_up: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if !is_f32(&gate_up) {
+            return composite::swiglu(gate_up);
+        }
+        let gate_up = primitive(gate_up);
+        let y = device::swiglu(&gate_up.client, &matrix(&gate_up));
+        float(&gate_up, done(y))
+    }
+
+    fn swiglu_backward(gate_up: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if !(is_f32(&gate_up) && is_f32(&grad)) {
+            return composite::swiglu_backward(gate_up, grad);
+        }
+        let (gate_up, grad) = (primitive(gate_up), primitive(grad));
+        let slopes = device::swiglu_backward(&gate_up.client, &matrix(&gate_up), &matrix(&grad));
+        float(&gate_up, done(slopes))
+    }
+
+    fn rotate(x: Tensor<Self, 4>, rotation: &Rotation<Self>) -> Tensor<Self, 4> {
+        if !(is_f32(&x) && is_f32(&rotation.cos) && is_f32(&rotation.sin)) {
+            return rotation.apply(x);
+        }
+        let [batch, seq, heads, d] = x.dims();
+        let [tables, _, _] = rotation.cos.dims();
+        let rows = |table: &Tensor<Self, 3>| {
+            let table = into_contiguous(primitive(table.clone()));
+            Matrix::contiguous(table.handle, Element::F32, tables * seq, d)
+        };
+        let table = RotaryRows {
+            cos: rows(&rotation.cos),
+            sin: rows(&rotation.sin),
+        };
+        let x = into_contiguous(primitive(x));
+        let heads_of_all = Matrix::contiguous(x.handle.clone(), Element::F32, batch * seq * heads, d);
+        let y = device::rotate_heads(&x.client, &heads_of_all, heads, &table);
+        float::<R, F, I, BT, 2>(&x, done(y)).reshape([batch, seq, heads, d])
+    }
+
+    fn top_experts(logits: Tensor<Self, 2>, k: usize) -> Tensor<Self, 2, Int> {
+        let [tokens, _] = logits.dims();
+        let logits = primitive(logits.cast(DType::F32));
+        let chosen = device::top_experts(&logits.client, &matrix(&logits), k);
+        int(&logits, done(chosen), [tokens, k])
+    }
+
+    fn order_by_expert(expert_ids: Tensor<Self, 1, Int>, experts: usize) -> ExpertOrder<Self> {
+        let [rows] = expert_ids.dims();
+        let ids = into_contiguous(expert_ids.cast(DType::I32).into_primitive());
+        let sorted = device::order_by_expert(&ids.client, &ids.handle, rows, experts);
+        ExpertOrder {
+            order: int(&ids, sorted.order, [rows]),
+            inverse: int(&ids, sorted.inverse, [rows]),
+            counts: int(&ids, sorted.counts, [experts]),
+        }
+    }
+
+    fn permute_rows_backward(grad: Tensor<Self, 2>, order: &ExpertOrder<Self>, tokens: usize) -> Tensor<Self, 2> {
+        permute_rows_backward(grad, order, tokens)
+    }
+}
+
+fn is_f32<B: Backend, const D: usize>(x: &Tensor<B, D>) -> bool {
+    x.dtype() == DType::F32
+}
+
+fn primitive<R, F, I, BT, const D: usize>(x: Tensor<CubeBackend<R, F, I, BT>, D>) -> CubeTensor<R>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    x.into_primitive().tensor()
+}
+
+/// An f32 tensor of rank 2, whatever its strides.
+fn matrix<R: CubeRuntime>(x: &CubeTensor<R>) -> Matrix {
+    let strides = x.meta.strides();
+    let [rows, columns] = x.shape().dims();
+    Matrix {
+        strides: [strides[0], strides[1]],
+        ..Matrix::contiguous(x.handle.clone(), Element::F32, rows, columns)
+    }
+}
+
+/// An f32 tensor of rank 1.
+fn one_row<R: CubeRuntime>(x: CubeTensor<R>) -> Matrix {
+    let [columns] = x.shape().dims();
+    Matrix::contiguous(into_contiguous(x).handle, Element::F32, 1, columns)
+}
+
+/// A kernel's result. Operands that do not fit are the caller's mistake, as in Burn's own operations.
+fn done<T>(result: Result<T, device::Error>) -> T {
+    result.unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// A kernel's matrix as a tensor, on the device of `like`.
+fn float<R, F, I, BT, const D: usize>(like: &CubeTensor<R>, y: Matrix) -> Tensor<CubeBackend<R, F, I, BT>, D>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let shape = Shape::from([y.rows, y.columns]);
+    let y = CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), shape, y.handle, DType::F32);
+    Tensor::from_primitive(TensorPrimitive::Float(y))
+}
+
+/// A kernel's i32s in the backend's type of whole numbers.
+fn int<R, F, I, BT, const D: usize>(
+    like: &CubeTensor<R>,
+    values: Handle,
+    shape: [usize; D],
+) -> Tensor<CubeBackend<R, F, I, BT>, D, Int>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let values = CubeTensor::new_contiguous(
+        like.client.clone(),
+        like.device.clone(),
+        Shape::from(shape),
+        values,
+        DType::I32,
+    );
+    let values: Tensor<CubeBackend<R, F, I, BT>, D, Int> = Tensor::from_primitive(values);
+    values.cast(I::dtype())
+}
+
+/// A token's rows are gathered side by side and added.
+fn permute_rows_backward<B: Backend>(grad: Tensor<B, 2>, order: &ExpertOrder<B>, tokens: usize) -> Tensor<B, 2> {
+    let [rows, d] = grad.dims();
+    if rows == 0 {
+        // No token either; nothing is launched over no element.
+        return Tensor::empty([tokens, d], &grad.device());
+    }
+    grad.select(0, order.inverse.clone())
+        .reshape([tokens, rows / tokens, d])
+        .sum_dim(1)
+        .reshape([tokens, d])
+}
