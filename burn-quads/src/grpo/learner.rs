@@ -4,7 +4,7 @@
 //! rollout's, make advantages and correction weights, then update minibatch by minibatch, for some epochs.
 //! Three log-probs of each token are kept apart: the rollout engine's, the trainer's before the first update, and the
 //! trainer's now.
-use burn::{module::AutodiffModule, prelude::Backend, tensor::backend::AutodiffBackend};
+use burn::{module::AutodiffModule, tensor::backend::AutodiffBackend};
 use rand::{SeedableRng, seq::SliceRandom};
 use rand_chacha::ChaCha8Rng;
 
@@ -15,6 +15,7 @@ use super::{
 };
 use crate::{
     causal_lm::CausalLm,
+    layer_backend::LayerBackend,
     mismatch::{Mismatch, RouteFlips},
     token_log_probs::{DifferentiableLogProbs, ScoreOptions, Scores, score},
 };
@@ -259,7 +260,7 @@ where
         (0..batch.rows()).map(|row| batch.rewards[row] + penalty(row)).collect()
     }
 
-    fn score<I: Backend, N: CausalLm<I>>(
+    fn score<I: LayerBackend, N: CausalLm<I>>(
         &self,
         model: &N,
         batch: &RolloutBatch,

@@ -7,10 +7,7 @@ use crate::modules::{
 };
 use burn::{
     prelude::Backend,
-    tensor::{
-        Bool, IndexingUpdateOp, Int, Tensor, TensorData,
-        activation::{sigmoid, softmax},
-    },
+    tensor::{Bool, IndexingUpdateOp, Int, Tensor, TensorData, activation::sigmoid},
 };
 
 pub(super) fn rms_norm<B: Backend>(x: Tensor<B, 2>, gamma: Tensor<B, 1>, epsilon: f64) -> Tensor<B, 2> {
@@ -77,6 +74,24 @@ pub(super) fn swiglu_backward<B: Backend>(gate_up: Tensor<B, 2>, grad: Tensor<B,
     Tensor::cat(vec![grad * up * slope, d_up], 1)
 }
 
+pub(super) fn softmax_backward<B: Backend>(y: Tensor<B, 2>, grad: Tensor<B, 2>) -> Tensor<B, 2> {
+    let along = (grad.clone() * y.clone()).sum_dim(1);
+    y * (grad - along)
+}
+
+pub(super) fn log_softmax_parts<B: Backend>(x: Tensor<B, 2>) -> (Tensor<B, 2>, Tensor<B, 2>) {
+    let shifted = x.clone() - x.max_dim(1);
+    let log_sum = shifted.clone().exp().sum_dim(1).log();
+    (shifted, log_sum)
+}
+
+/// Softmax over the keys of attention scores.
+fn attention_weights<B: LayerBackend>(scores: Tensor<B, 4>) -> Tensor<B, 4> {
+    let shape = scores.dims();
+    let [batch, heads, queries, keys] = shape;
+    B::softmax_rows(scores.reshape([batch * heads * queries, keys])).reshape(shape)
+}
+
 pub(super) fn causal_attention<B: LayerBackend>(input: AttentionInput<B>) -> Tensor<B, 3> {
     let [batch, seq, width] = input.query.dims();
     let (heads, d) = (input.heads, width / input.heads);
@@ -97,7 +112,7 @@ pub(super) fn causal_attention<B: LayerBackend>(input: AttentionInput<B>) -> Ten
         .matmul(key.swap_dims(1, 2).swap_dims(2, 3))
         .reshape([batch, heads, seq, seq])
         .mask_fill(mask(batch, seq, input.padding, &value.device()), MASKED_SCORE);
-    softmax(scores, 3)
+    attention_weights(scores)
         .reshape([batch, kv_heads, group_rows, seq])
         .matmul(value)
         .reshape([batch, heads, seq, d])
@@ -167,13 +182,15 @@ pub(super) fn causal_attention_backward<B: LayerBackend>(
         scores.mask_fill(mask.clone().expand([batch, heads, seq, seq]), value)
     };
     let scores = masked(q.clone().matmul(k.clone().swap_dims(2, 3)), MASKED_SCORE);
-    let weights = softmax(scores, 3).reshape([batch, kv_heads, group_rows, seq]);
+    let weights = attention_weights(scores).reshape([batch, kv_heads, group_rows, seq]);
 
     let grad = by_group(grad.reshape([batch, seq, heads, d]));
     let d_value = weights.clone().swap_dims(2, 3).matmul(grad.clone());
     let d_weights = grad.matmul(v.swap_dims(2, 3));
-    let along = (d_weights.clone() * weights.clone()).sum_dim(3);
-    let d_scores = masked(weights * (d_weights - along), 0.0).reshape([batch, kv_heads, group_rows, seq]);
+    let by_row = |x: Tensor<B, 4>| x.reshape([batch * heads * seq, seq]);
+    let d_scores = B::softmax_rows_backward(by_row(weights), by_row(d_weights));
+    let d_scores =
+        masked(d_scores.reshape([batch, kv_heads, group_rows, seq]), 0.0).reshape([batch, kv_heads, group_rows, seq]);
     let d_query = d_scores.clone().matmul(k).reshape([batch, heads, seq, d]);
     let d_key = d_scores.swap_dims(2, 3).matmul(q);
 
@@ -276,7 +293,7 @@ pub(crate) fn cached_attention<B: LayerBackend>(
     let scores = query
         .matmul(seen_keys)
         .mask_fill(beyond.reshape([tokens, 1, 1, used]), MASKED_SCORE);
-    softmax(scores, 3).matmul(seen_values).reshape([tokens, width])
+    attention_weights(scores).matmul(seen_values).reshape([tokens, width])
 }
 
 pub(super) fn top_experts<B: Backend>(logits: Tensor<B, 2>, k: usize) -> Tensor<B, 2, Int> {

@@ -1,14 +1,17 @@
 //! Operations of a decoder layer that a backend may run as one.
 //!
-//! Each has a definition in Burn's operations (`composite`), right on every backend, and a gradient; on `Autodiff` each
-//! is one node of the graph that keeps its inputs only. Flex overrides them with single passes on the host (`host`), GPUs
-//! with kernels (`device`).
+//! Each has a definition in Burn's operations (`composite`), right on every backend, and a gradient. On `Autodiff` each is one
+//! node of the graph that keeps its inputs only, but for softmax and rotation by themselves, which are differentiated as they
+//! are defined. Flex overrides what it spends its time in with single passes on the host (`host`), GPUs nearly all with kernels
+//! (`device`).
 //!
 //! | operation | what it does |
 //! |---|---|
 //! | `rms_norm` | `x / √(mean(x²) + ε) · γ` by row |
 //! | `swiglu` | `silu(gate) · up` |
-//! | `rotate` | rotary positions of heads, without a gradient |
+//! | `softmax_rows` | of each row |
+//! | `log_softmax_parts` | each row less its largest value, and the logarithm of the sum of exponentials |
+//! | `rotate` | rotary positions of heads |
 //! | `causal_attention` | QK-norm, rotation and causal attention over whole sequences |
 //! | `cached_attention` | the same for new tokens over a cache, without a gradient |
 //! | `top_experts` | the experts of largest logits, without a gradient |
@@ -31,7 +34,7 @@ use crate::modules::{
 use burn::{
     nn::RmsNorm,
     prelude::Backend,
-    tensor::{Bool, Int, Tensor},
+    tensor::{Bool, Int, Tensor, activation::softmax},
 };
 
 /// Score of a key that must not be attended to. Finite, so that a row without any key (padding) stays finite too: its
@@ -136,6 +139,22 @@ pub trait LayerBackend: Backend {
     /// The gradient of `gate_up` from that of [`Self::swiglu`]'s result.
     fn swiglu_backward(gate_up: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
         composite::swiglu_backward(gate_up, grad)
+    }
+
+    /// Softmax of each row of `[rows, columns]`.
+    fn softmax_rows(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        softmax(x, 1)
+    }
+
+    /// The gradient of `x` from the result `y` of [`Self::softmax_rows`] and that of the result.
+    fn softmax_rows_backward(y: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        composite::softmax_backward(y, grad)
+    }
+
+    /// What the logarithm of a row's softmax is made of: the row less its largest value, `[rows, columns]`, and the logarithm of
+    /// the sum of the exponentials of that, `[rows, 1]`.
+    fn log_softmax_parts(x: Tensor<Self, 2>) -> (Tensor<Self, 2>, Tensor<Self, 2>) {
+        composite::log_softmax_parts(x)
     }
 
     /// Turns the heads `[batch, seq, heads, head_dim]` of each token by its position.

@@ -30,6 +30,19 @@ impl<B: Nvfp4Backend + LayerBackend> LayerBackend for Nvfp4<B> {
         wrap(B::swiglu_backward(unwrap(gate_up), unwrap(grad)))
     }
 
+    fn softmax_rows(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        wrap(B::softmax_rows(unwrap(x)))
+    }
+
+    fn softmax_rows_backward(y: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        wrap(B::softmax_rows_backward(unwrap(y), unwrap(grad)))
+    }
+
+    fn log_softmax_parts(x: Tensor<Self, 2>) -> (Tensor<Self, 2>, Tensor<Self, 2>) {
+        let (shifted, log_sum) = B::log_softmax_parts(unwrap(x));
+        (wrap(shifted), wrap(log_sum))
+    }
+
     fn rotate(x: Tensor<Self, 4>, rotation: &Rotation<Self>) -> Tensor<Self, 4> {
         let inner = Rotation::new(unwrap(rotation.cos.clone()), unwrap(rotation.sin.clone()));
         wrap(B::rotate(unwrap(x), &inner))

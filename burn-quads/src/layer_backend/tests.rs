@@ -221,7 +221,7 @@ fn padding(batch: usize, seq: usize) -> (Tensor<Flex, 2, Bool>, Tensor<Flex, 3>)
 }
 
 /// Runs the definition of causal attention under autodiff, `A`, and takes its gradients.
-fn differentiated<A: AutodiffBackend>(
+fn differentiated<A: AutodiffBackend + LayerBackend>(
     input: AttentionInput<A::InnerBackend>,
     grad: Tensor<A::InnerBackend, 3>,
 ) -> AttentionGradients<A::InnerBackend> {

@@ -2,7 +2,7 @@
 use burn::{
     config::Config,
     module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay, Param},
-    tensor::{DType, Int, Tensor, activation::softmax, backend::Backend},
+    tensor::{DType, Int, Tensor, backend::Backend},
 };
 
 use crate::layer_backend::LayerBackend;
@@ -94,7 +94,7 @@ impl<B: LayerBackend> Router<B> {
     /// When `replay` has another shape.
     pub fn forward(&self, x: Tensor<B, 2>, replay: Option<Tensor<B, 2, Int>>) -> Routing<B> {
         let logits = x.matmul(self.weight.val());
-        let probabilities = softmax(logits.clone().cast(DType::F32), 1);
+        let probabilities = B::softmax_rows(logits.clone().cast(DType::F32));
         // Logits decide, not probabilities: rounding in the softmax makes ties.
         let chosen = B::top_experts(logits.clone().detach(), self.top_k);
         let expert_ids = match replay {

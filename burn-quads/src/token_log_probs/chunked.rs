@@ -1,4 +1,5 @@
 //! The head, a chunk of tokens at a time, and its gradient.
+use crate::layer_backend::LayerBackend;
 use burn::{
     backend::autodiff::{
         Autodiff,
@@ -46,13 +47,6 @@ fn in_dtype<B: Backend, const D: usize>(tensor: Tensor<B, D>, dtype: DType) -> T
     }
 }
 
-/// A chunk's `log softmax` terms: logits less their row's maximum, and the logarithm of their exponentials' sum `[tokens, 1]`.
-fn shifted<B: Backend>(logits: Tensor<B, 2>) -> (Tensor<B, 2>, Tensor<B, 2>) {
-    let shifted = logits.clone() - logits.max_dim(1);
-    let log_sum = shifted.clone().exp().sum_dim(1).log();
-    (shifted, log_sum)
-}
-
 fn check_shapes<B: Backend>(hidden: &Tensor<B, 2>, head: &Tensor<B, 2>, targets: &Tensor<B, 1, Int>, temperature: f32) {
     let ([tokens, width], [head_width, _]) = (hidden.dims(), head.dims());
     assert_eq!(
@@ -92,7 +86,7 @@ fn chunks<B: Backend>(
     })
 }
 
-fn forward<B: Backend>(
+fn forward<B: LayerBackend>(
     hidden: &Tensor<B, 2>,
     head: &Tensor<B, 2>,
     targets: &Tensor<B, 1, Int>,
@@ -102,7 +96,7 @@ fn forward<B: Backend>(
     let size = chunk_tokens(head.dims()[1], chunk_logits);
     let log_probs = chunks(hidden, targets, size)
         .map(|(_, hidden, targets)| {
-            let (shifted, log_sum) = shifted(logits(hidden, head, temperature));
+            let (shifted, log_sum) = B::log_softmax_parts(logits(hidden, head, temperature));
             (shifted.gather(1, targets) - log_sum).squeeze_dim(1)
         })
         .collect::<Vec<_>>();
@@ -126,7 +120,7 @@ fn concatenate<B: Backend>(mut parts: Vec<Tensor<B, 1>>, device: &B::Device) -> 
 /// # Panics
 ///
 /// If the shapes do not fit or the temperature is not a positive number.
-pub fn token_log_probs_and_entropies<B: Backend>(
+pub fn token_log_probs_and_entropies<B: LayerBackend>(
     hidden: Tensor<B, 2>,
     head: Tensor<B, 2>,
     targets: Tensor<B, 1, Int>,
@@ -136,7 +130,7 @@ pub fn token_log_probs_and_entropies<B: Backend>(
     let size = chunk_tokens(head.dims()[1], logits_at_once::<B>(&hidden.device()));
     let (log_probs, entropies): (Vec<_>, Vec<_>) = chunks(&hidden, &targets, size)
         .map(|(_, hidden, targets)| {
-            let (shifted, log_sum) = shifted(logits(hidden, &head, temperature));
+            let (shifted, log_sum) = B::log_softmax_parts(logits(hidden, &head, temperature));
             let log_probs = shifted.clone().gather(1, targets) - log_sum.clone();
             let all = shifted - log_sum;
             // A token of probability 0 adds 0: its infinite log-prob must not meet the 0.
@@ -174,7 +168,7 @@ pub fn token_log_probs<B: DifferentiableLogProbs>(
 }
 
 /// Backends that have [`token_log_probs`] as one operation: `Autodiff` of any backend.
-pub trait DifferentiableLogProbs: AutodiffBackend {
+pub trait DifferentiableLogProbs: AutodiffBackend<InnerBackend: LayerBackend> {
     /// See [`token_log_probs`]; at most `chunk_logits` logits live at once (one token's at least).
     fn token_log_probs(
         hidden: FloatTensor<Self>,
@@ -201,7 +195,7 @@ struct State<B: Backend> {
     chunk_logits: usize,
 }
 
-impl<B: Backend> Backward<B, 2> for TokenLogProbs {
+impl<B: LayerBackend> Backward<B, 2> for TokenLogProbs {
     type State = State<B>;
 
     fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
@@ -223,7 +217,7 @@ impl<B: Backend> Backward<B, 2> for TokenLogProbs {
                 .clone()
                 .narrow(0, range.start, range.len())
                 .unsqueeze_dim::<2>(1);
-            let (shifted, log_sum) = shifted(logits(hidden.clone(), &head, temperature));
+            let (shifted, log_sum) = B::log_softmax_parts(logits(hidden.clone(), &head, temperature));
             let softmax = (shifted - log_sum).exp();
             let logits = (softmax * gradient.clone().neg()).scatter(1, targets, gradient, IndexingUpdateOp::Add);
             let logits = in_dtype(logits, hidden.dtype());
@@ -253,7 +247,7 @@ impl<B: Backend> Backward<B, 2> for TokenLogProbs {
     }
 }
 
-impl<B: Backend, C: CheckpointStrategy> DifferentiableLogProbs for Autodiff<B, C> {
+impl<B: LayerBackend, C: CheckpointStrategy> DifferentiableLogProbs for Autodiff<B, C> {
     fn token_log_probs(
         hidden: FloatTensor<Self>,
         head: FloatTensor<Self>,

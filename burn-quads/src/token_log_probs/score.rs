@@ -1,8 +1,8 @@
 //! Scoring: log-probs of completions under a model, without gradients.
-use burn::{prelude::Backend, tensor::Transaction};
+use burn::tensor::Transaction;
 
 use super::{CompletionRows, RowRouting, TokenRow, token_log_probs_and_entropies};
-use crate::causal_lm::CausalLm;
+use crate::{causal_lm::CausalLm, layer_backend::LayerBackend};
 
 /// How to score.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -41,7 +41,7 @@ pub struct Scores {
 /// # Panics
 ///
 /// If a prompt is empty, the temperature is not positive or `rows_per_forward` is 0.
-pub fn score<B: Backend, M: CausalLm<B>>(model: &M, rows: &[TokenRow<'_>], options: &ScoreOptions) -> Scores {
+pub fn score<B: LayerBackend, M: CausalLm<B>>(model: &M, rows: &[TokenRow<'_>], options: &ScoreOptions) -> Scores {
     assert!(options.rows_per_forward > 0, "rows_per_forward: at least 1");
     let head = model.head_weight();
     let device = head.device();

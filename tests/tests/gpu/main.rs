@@ -75,6 +75,7 @@ all_tests! {
     quads::rows_are_sorted_by_expert_as_on_flex,
     quads::rows_are_permuted_by_expert_as_on_flex,
     quads::the_experts_of_largest_logits_are_those_of_flex,
+    quads::the_operations_of_a_layer_are_those_of_flex,
     quads::the_gradients_of_a_norm_are_those_of_flex,
     quads::log_probs_and_their_gradients_are_those_of_flex,
     quads::experts_and_their_gradients_are_those_of_flex,

@@ -14,6 +14,7 @@ use burn_quads::{
         experts::{QuadsExperts, QuadsExpertsConfig},
         moe::QuadsMoe,
         moe_config::QuadsMoeConfig,
+        rotary::RotaryEmbeddingConfig,
         router::Routing,
     },
     rollout::{Completion, RolloutEngine, SamplingParams},
@@ -134,6 +135,53 @@ pub fn rows_are_permuted_by_expert_as_on_flex<B: Stack>() {
         {
             // A token's rows may be added in another order.
             assert_close(a, e, 1e-6, &format!("{tokens} tokens, {top_k} experts each, {part}"));
+        }
+    }
+}
+
+/// Of rows in a tensor of their own, and in one that is a view of another.
+pub fn the_operations_of_a_layer_are_those_of_flex<B: Stack>() {
+    fn results<B: LayerBackend>(view: bool) -> Vec<(&'static str, Vec<f32>)> {
+        let rows = |seed, columns| match view {
+            false => tensor::<B, 2>(&crate::support::data(seed, [66, columns])),
+            true => tensor::<B, 2>(&crate::support::data(seed, [columns + 3, 66]))
+                .narrow(0, 2, columns)
+                .transpose(),
+        };
+        let gamma = tensor::<B, 1>(&crate::support::data(20, [24]));
+        let rope = RotaryEmbeddingConfig::new(33, 6).init::<B>(&Default::default());
+        let positions: Vec<i32> = (0..66).map(|i| i * i % 31).collect();
+        let positions = Tensor::from_data(TensorData::new(positions, [2, 33]), &Default::default());
+        let heads = || match view {
+            false => tensor::<B, 4>(&crate::support::data(21, [2, 33, 3, 6])),
+            true => tensor::<B, 4>(&crate::support::data(21, [2, 3, 33, 6])).swap_dims(1, 2),
+        };
+        let weights = B::softmax_rows(rows(22, 24) * 4.0);
+        let (shifted, log_sum) = B::log_softmax_parts(rows(22, 24) * 4.0);
+        vec![
+            ("rms_norm", values(B::rms_norm(rows(23, 24), gamma, 1e-6))),
+            ("swiglu", values(B::swiglu(rows(24, 24)))),
+            (
+                "swiglu's gradient",
+                values(B::swiglu_backward(rows(24, 24), rows(25, 12))),
+            ),
+            ("softmax", values(weights.clone())),
+            (
+                "softmax's gradient",
+                values(B::softmax_rows_backward(weights, rows(26, 24))),
+            ),
+            ("rows less their largest", values(shifted)),
+            ("log of the sum", values(log_sum)),
+            ("rotated alike", values(B::rotate(heads(), &rope.first(33)))),
+            (
+                "rotated by position",
+                values(B::rotate(heads(), &rope.rotation(positions))),
+            ),
+        ]
+    }
+    for view in [false, true] {
+        for ((what, a), (_, e)) in results::<B>(view).into_iter().zip(results::<Flex>(view)) {
+            assert_close(&a, &e, 1e-5, &format!("{what}, view: {view}"));
         }
     }
 }

@@ -5,7 +5,7 @@ use crate::{
     layer_backend::{ExpertOrder, LayerBackend, composite},
     modules::rotary::Rotation,
 };
-use burn::tensor::{DType, Int, Shape, Tensor, TensorPrimitive};
+use burn::tensor::{DType, Int, Shape, Tensor, TensorPrimitive, activation::softmax};
 use burn_backend::{
     Element as _,
     tensor::{FloatTensor, IntElem},
@@ -89,6 +89,47 @@ impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
                 B::swiglu_backward(gate_up, grad)
             },
         )
+    }
+
+    fn softmax_rows(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if !is_f32(&x) {
+            return softmax(x, 1);
+        }
+        let shape = x.shape();
+        one("quads_softmax_rows", [primitive(x)], shape, |call| {
+            B::softmax_rows(next(call))
+        })
+    }
+
+    fn softmax_rows_backward(y: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if !(is_f32(&y) && is_f32(&grad)) {
+            return composite::softmax_backward(y, grad);
+        }
+        assert_eq!(y.dims(), grad.dims(), "the rows, and their gradient");
+        let shape = y.shape();
+        one(
+            "quads_softmax_rows_backward",
+            [primitive(y), primitive(grad)],
+            shape,
+            |call| {
+                let (y, grad) = (next(call), next(call));
+                B::softmax_rows_backward(y, grad)
+            },
+        )
+    }
+
+    fn log_softmax_parts(x: Tensor<Self, 2>) -> (Tensor<Self, 2>, Tensor<Self, 2>) {
+        if !is_f32(&x) {
+            return composite::log_softmax_parts(x);
+        }
+        let outputs = [x.shape(), Shape::from([x.dims()[0], 1])].map(|shape| (shape, DType::F32));
+        let parts = defer::<B>("quads_log_softmax_parts", vec![primitive(x)], outputs, |call| {
+            let (shifted, log_sum) = B::log_softmax_parts(next(call));
+            call.give_float(shifted.into_primitive().tensor());
+            call.give_float(log_sum.into_primitive().tensor());
+        });
+        let [shifted, log_sum] = exactly(parts);
+        (float(shifted), float(log_sum))
     }
 
     fn rotate(x: Tensor<Self, 4>, rotation: &Rotation<Self>) -> Tensor<Self, 4> {

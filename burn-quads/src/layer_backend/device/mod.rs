@@ -10,9 +10,9 @@ use super::{ExpertOrder, LayerBackend, composite};
 use crate::modules::rotary::Rotation;
 use burn::{
     prelude::Backend,
-    tensor::{DType, Int, Shape, Tensor, TensorPrimitive},
+    tensor::{DType, Int, Shape, Tensor, TensorPrimitive, activation::softmax},
 };
-use burn_backend::{Element as _, TensorMetadata};
+use burn_backend::TensorMetadata;
 use burn_cubecl::{
     BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement, kernel::into_contiguous, tensor::CubeTensor,
 };
@@ -68,6 +68,34 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
         let (gate_up, grad) = (primitive(gate_up), primitive(grad));
         let slopes = device::swiglu_backward(&gate_up.client, &matrix(&gate_up), &matrix(&grad));
         float(&gate_up, done(slopes))
+    }
+
+    fn softmax_rows(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if !is_f32(&x) {
+            return softmax(x, 1);
+        }
+        let x = primitive(x);
+        let y = device::softmax(&x.client, &matrix(&x));
+        float(&x, done(y))
+    }
+
+    fn softmax_rows_backward(y: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if !(is_f32(&y) && is_f32(&grad)) {
+            return composite::softmax_backward(y, grad);
+        }
+        let (y, grad) = (primitive(y), primitive(grad));
+        let dx = device::softmax_backward(&y.client, &matrix(&y), &matrix(&grad));
+        float(&y, done(dx))
+    }
+
+    fn log_softmax_parts(x: Tensor<Self, 2>) -> (Tensor<Self, 2>, Tensor<Self, 2>) {
+        let [rows, columns] = x.dims();
+        if !is_f32(&x) || rows * columns == 0 {
+            return composite::log_softmax_parts(x);
+        }
+        let like = primitive(x.clone());
+        let parts = done(device::log_softmax_parts(&like.client, &matrix(&like)));
+        (x - float(&like, parts.largest), float(&like, parts.log_sum))
     }
 
     fn rotate(x: Tensor<Self, 4>, rotation: &Rotation<Self>) -> Tensor<Self, 4> {
