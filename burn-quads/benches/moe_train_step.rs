@@ -10,10 +10,10 @@
 //! rows run forward and backward at once; `--rows`, `--tokens`, `--layers`, `--decode-rows`, `--new-tokens` change sizes
 //! (no rows to decode: no decoding).
 //!
-//! Each part is run twice and the second time counts: the first compiles kernels and chooses among them. The device is
-//! waited for after each part, so parts do not overlap; a step of the learner, timed as a whole after them, may be
-//! shorter than their sum. Memory is what `nvidia-smi` shows for the GPU, four times a second, this process's and
-//! anybody else's.
+//! Each part is run three times and the last time counts: the first compiles kernels and chooses among them, the second those
+//! that continue the optimizer's moments. The device is waited for after each part, so parts do not overlap; a step of the
+//! learner, timed as a whole after them, may be shorter than their sum. Memory is what `nvidia-smi` shows for the GPU, four
+//! times a second, this process's and anybody else's.
 //!
 //! Runs on CUDA or Vulkan with the feature of that name (CUDA where both are on), else on the CPU.
 use burn::{
@@ -386,7 +386,7 @@ fn run<B: Nvfp4Backend + LayerBackend>(options: &Options, backend: &str) {
     };
     let mut engine = RolloutEngine::new(options.decode_rows.max(1), 16 + options.new_tokens).expect("room for tokens");
     let mut decoding = None;
-    for round in 0..2 {
+    for round in 0..3 {
         eprintln!("round {round}, {:.1} s after the start", start.elapsed().as_secs_f64());
         timer.parts.clear();
         let rollout = timer.time("sync (packing)", || sync(&model, &rollout_precision, None));

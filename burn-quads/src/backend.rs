@@ -74,6 +74,11 @@ pub trait QuadsBackend: LayerBackend {
     fn is_packed(w: &FloatTensor<Self>) -> bool;
 }
 
+/// Whether B is one of Burn's GPU backends, decorated or not.
+pub(crate) fn runs_on_gpu<B: Backend>(device: &B::Device) -> bool {
+    B::name(device).contains("cubecl<")
+}
+
 /// `dx_e = g_e · w_eᵀ`.
 fn grouped_x_backward<B: Nvfp4Backend>(
     grad: FloatTensor<B>,

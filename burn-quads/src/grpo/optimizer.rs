@@ -3,11 +3,15 @@
 use burn::{
     module::{AutodiffModule, ModuleVisitor, Param},
     optim::{AdamW, AdamWConfig, GradientsParams, Optimizer, adaptor::OptimizerAdaptor},
-    tensor::{Tensor, backend::AutodiffBackend},
+    tensor::{
+        Tensor,
+        backend::{AutodiffBackend, Backend},
+    },
 };
 use serde::{Deserialize, Serialize};
 
 use super::{GrpoError, LrSchedule};
+use crate::backend::runs_on_gpu;
 
 /// Burn's AdamW over a model's parameters; its `to_record` and `load_record` carry the moments.
 pub type AdamWOptimizer<B, M> = OptimizerAdaptor<AdamW, M, B>;
@@ -171,7 +175,7 @@ pub fn global_norm<B: AutodiffBackend, M: AutodiffModule<B>>(model: &M, gradient
     impl<B: AutodiffBackend> ModuleVisitor<B> for Squares<'_, B> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
             if let Some(gradient) = self.gradients.get::<B::InnerBackend, D>(param.id) {
-                self.sums.push((gradient.clone() * gradient).sum());
+                self.sums.push(sum(gradient.clone() * gradient));
             }
         }
     }
@@ -189,6 +193,33 @@ pub fn global_norm<B: AutodiffBackend, M: AutodiffModule<B>>(model: &M, gradient
         .iter::<f64>()
         .sum::<f64>()
         .sqrt()
+}
+
+/// The sum of all values, `[1]`.
+fn sum<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, 1> {
+    match runs_on_gpu::<B>(&x.device()) {
+        true => sum_of_stretches(x.flatten(0, D - 1)),
+        false => x.sum(),
+    }
+}
+
+/// Values that one thread of a GPU adds up.
+const STRETCH: usize = 1024;
+
+/// Stretch by stretch: over a whole tensor at once Burn's GPU backends keep four cubes busy.
+fn sum_of_stretches<B: Backend>(x: Tensor<B, 1>) -> Tensor<B, 1> {
+    let len = x.dims()[0];
+    let stretches = len / STRETCH;
+    if stretches < 2 {
+        return x.sum();
+    }
+    let whole = stretches * STRETCH;
+    let sums = x.clone().narrow(0, 0, whole).reshape([stretches, STRETCH]).sum_dim(1);
+    let sum = sum_of_stretches(sums.reshape([stretches]));
+    match len - whole {
+        0 => sum,
+        rest => sum + x.narrow(0, whole, rest).sum(),
+    }
 }
 
 fn scale<B: AutodiffBackend, M: AutodiffModule<B>>(model: &M, gradients: &mut GradientsParams, factor: f32) {
@@ -211,6 +242,7 @@ mod tests {
     use burn::{
         backend::{Autodiff, Flex},
         nn::{Linear, LinearConfig},
+        tensor::Int,
     };
 
     use super::*;
@@ -228,6 +260,25 @@ mod tests {
 
     fn weights(layer: &Linear<B>) -> Vec<f32> {
         layer.weight.val().into_data().to_vec().unwrap()
+    }
+
+    #[test]
+    fn stretches_add_up_to_the_sum_over_all() {
+        for len in [
+            1,
+            STRETCH,
+            2 * STRETCH - 1,
+            2 * STRETCH,
+            5 * STRETCH + 3,
+            3 * STRETCH * STRETCH + STRETCH + 7,
+        ] {
+            // Sums below 2^24 are exact, whatever their order.
+            let values = Tensor::<Flex, 1, Int>::arange(0..len as i64, &Default::default())
+                .remainder_scalar(7)
+                .float();
+            let sum: f32 = sum_of_stretches(values.clone()).into_scalar();
+            assert_eq!(sum, values.sum().into_scalar(), "{len} values");
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! backend.
 use super::{AttentionGradients, AttentionInput, CachedQkv, ExpertOrder, HeadNorms, LayerBackend, MASKED_SCORE};
 use crate::modules::{
-    attention::{CacheStep, LayerCache, TokenPlace},
+    attention::{CacheStep, LayerCache},
     rotary::Rotation,
 };
 use burn::{
@@ -235,28 +235,24 @@ fn places<B: Backend>(list: impl ExactSizeIterator<Item = (usize, usize)>, devic
     Tensor::from_data(TensorData::new(list, [count, 2]), device)
 }
 
-/// [`LayerBackend::cached_attention`](super::LayerBackend::cached_attention).
+/// [`LayerBackend::cached_attention`].
 pub(crate) fn cached_attention<B: LayerBackend>(
     qkv: CachedQkv<B>,
     cache: &mut LayerCache<B>,
     step: &CacheStep,
 ) -> Tensor<B, 2> {
-    let [tokens, width] = qkv.query.dims();
+    let [tokens, _] = qkv.query.dims();
     step.check(tokens, cache);
     let (keys, values) = cache.take();
     let device = keys.device();
     let [_, kv_heads, _, d] = values.dims();
-    let indices = |of: fn(&TokenPlace) -> usize| {
-        let list: Vec<i64> = step.tokens.iter().map(|t| of(t) as i64).collect();
-        Tensor::<B, 1, Int>::from_data(TensorData::new(list, [tokens]), &device)
-    };
-    let positions = indices(|t| t.position);
-    let rotation = qkv.rope.rotation(positions.clone().reshape([tokens, 1]));
+    let of_tokens = places(step.tokens.iter().map(|t| (t.slot, t.position)), &device);
+    let rotation = qkv.rope.rotation(of_tokens.clone().narrow(1, 1, 1));
     let rotate = |x: Tensor<B, 2>, heads: usize| B::rotate(x.reshape([tokens, 1, heads, d]), &rotation);
     let query = qkv.query.reshape([tokens * qkv.heads, d]);
     let key = qkv.key.reshape([tokens * kv_heads, d]);
     let (query, key) = norm_heads(query, key, qkv.norms);
-    let query = rotate(query, qkv.heads);
+    let query = rotate(query, qkv.heads).reshape([tokens, qkv.heads, d]);
     let key = rotate(key, kv_heads).reshape([tokens, kv_heads, d]);
     let value = qkv.value.reshape([tokens, kv_heads, d]);
 
@@ -265,8 +261,7 @@ pub(crate) fn cached_attention<B: LayerBackend>(
         values: values.permute([0, 2, 1, 3]),
     };
     if tokens > 0 {
-        let places = places(step.tokens.iter().map(|t| (t.slot, t.position)), &device);
-        columns = columns.assign(places, key, value);
+        columns = columns.assign(of_tokens.clone(), key, value);
     }
     let (to, from): (Vec<_>, Vec<_>) = step.copied_columns().into_iter().unzip();
     if !to.is_empty() {
@@ -277,23 +272,34 @@ pub(crate) fn cached_attention<B: LayerBackend>(
         );
         columns = columns.assign(places(to.into_iter(), &device), key, value);
     }
-    let (keys, values) = (columns.keys.permute([0, 2, 3, 1]), columns.values.permute([0, 2, 1, 3]));
+    cache.restore(columns.keys.permute([0, 2, 3, 1]), columns.values.permute([0, 2, 1, 3]));
 
-    let used = step.tokens.iter().map(|t| t.position + 1).max().unwrap_or(0);
-    let slot_ids = indices(|t| t.slot);
-    let seen_keys = keys.clone().narrow(3, 0, used).select(0, slot_ids.clone());
-    let seen_values = values.clone().narrow(2, 0, used).select(0, slot_ids);
-    cache.restore(keys, values);
+    let longest = step.tokens.iter().map(|t| t.position + 1).max().unwrap_or(0);
+    B::attend_to_cache(query, cache, of_tokens, longest)
+}
 
-    let beyond: Tensor<B, 2, Bool> = Tensor::<B, 1, Int>::arange(0..used as i64, &device)
-        .reshape([1, used])
-        .expand([tokens, used])
-        .greater(positions.reshape([tokens, 1]).expand([tokens, used]));
-    let query = (query * (d as f32).powf(-0.5)).reshape([tokens, kv_heads, qkv.heads / kv_heads, d]);
+/// Over copies of the slots' columns up to the longest, masked.
+pub(super) fn attend_to_cache<B: LayerBackend>(
+    query: Tensor<B, 3>,
+    cache: &LayerCache<B>,
+    places: Tensor<B, 2, Int>,
+    longest: usize,
+) -> Tensor<B, 2> {
+    let [tokens, heads, d] = query.dims();
+    let [_, kv_heads, _, _] = cache.values.dims();
+    let slots = places.clone().narrow(1, 0, 1).reshape([tokens]);
+    let positions = places.narrow(1, 1, 1);
+    let keys = cache.keys.clone().narrow(3, 0, longest).select(0, slots.clone());
+    let values = cache.values.clone().narrow(2, 0, longest).select(0, slots);
+    let beyond: Tensor<B, 2, Bool> = Tensor::<B, 1, Int>::arange(0..longest as i64, &query.device())
+        .reshape([1, longest])
+        .expand([tokens, longest])
+        .greater(positions.expand([tokens, longest]));
+    let query = (query * (d as f32).powf(-0.5)).reshape([tokens, kv_heads, heads / kv_heads, d]);
     let scores = query
-        .matmul(seen_keys)
-        .mask_fill(beyond.reshape([tokens, 1, 1, used]), MASKED_SCORE);
-    attention_weights(scores).matmul(seen_values).reshape([tokens, width])
+        .matmul(keys)
+        .mask_fill(beyond.reshape([tokens, 1, 1, longest]), MASKED_SCORE);
+    attention_weights(scores).matmul(values).reshape([tokens, heads * d])
 }
 
 pub(super) fn top_experts<B: Backend>(logits: Tensor<B, 2>, k: usize) -> Tensor<B, 2, Int> {

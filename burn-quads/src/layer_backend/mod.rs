@@ -14,6 +14,7 @@
 //! | `rotate` | rotary positions of heads |
 //! | `causal_attention` | QK-norm, rotation and causal attention over whole sequences |
 //! | `cached_attention` | the same for new tokens over a cache, without a gradient |
+//! | `attend_to_cache` | the last part of that |
 //! | `top_experts` | the experts of largest logits, without a gradient |
 //! | `order_by_expert` | the order that puts the rows of each expert together |
 //! | `permute_rows` | a row for each expert of a token, in that order |
@@ -179,6 +180,18 @@ pub trait LayerBackend: Backend {
     /// On Flex a token's result does not depend on the others.
     fn cached_attention(qkv: CachedQkv<Self>, cache: &mut LayerCache<Self>, step: &CacheStep) -> Tensor<Self, 2> {
         composite::cached_attention(qkv, cache, step)
+    }
+
+    /// What [`Self::cached_attention`] does once keys and values are in their places: mixes those of each token's slot, for
+    /// `query` `[tokens, heads, head_dim]`, normed and rotated. `places` `[tokens, 2]` are slot and position of each token, the
+    /// largest position being `longest − 1`.
+    fn attend_to_cache(
+        query: Tensor<Self, 3>,
+        cache: &LayerCache<Self>,
+        places: Tensor<Self, 2, Int>,
+        longest: usize,
+    ) -> Tensor<Self, 2> {
+        composite::attend_to_cache(query, cache, places, longest)
     }
 
     /// The `k` experts of largest logits (`[tokens, experts]`), the largest first: `[tokens, k]`.

@@ -84,6 +84,20 @@ impl<B: Nvfp4Backend + LayerBackend> LayerBackend for Nvfp4<B> {
         wrap(mixed)
     }
 
+    fn attend_to_cache(
+        query: Tensor<Self, 3>,
+        cache: &LayerCache<Self>,
+        places: Tensor<Self, 2, Int>,
+        longest: usize,
+    ) -> Tensor<Self, 2> {
+        let inner = LayerCache {
+            keys: unwrap(cache.keys.clone()),
+            values: unwrap(cache.values.clone()),
+        };
+        let places = Tensor::from_primitive(places.into_primitive());
+        wrap(B::attend_to_cache(unwrap(query), &inner, places, longest))
+    }
+
     fn top_experts(logits: Tensor<Self, 2>, k: usize) -> Tensor<Self, 2, Int> {
         int(B::top_experts(unwrap(logits), k))
     }

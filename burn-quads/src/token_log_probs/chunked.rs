@@ -1,5 +1,5 @@
 //! The head, a chunk of tokens at a time, and its gradient.
-use crate::layer_backend::LayerBackend;
+use crate::{backend::runs_on_gpu, layer_backend::LayerBackend};
 use burn::{
     backend::autodiff::{
         Autodiff,
@@ -18,7 +18,7 @@ use burn::{
 /// Logits that live at once: 16 MiB of f32, which caches hold, and 128 MiB on GPUs, where tokens are worked on side by side
 /// and few of them take as long as many.
 fn logits_at_once<B: Backend>(device: &B::Device) -> usize {
-    match B::name(device).contains("cubecl<") {
+    match runs_on_gpu::<B>(device) {
         true => 1 << 25,
         false => 1 << 22,
     }

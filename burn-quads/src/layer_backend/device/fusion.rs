@@ -3,7 +3,7 @@
 use super::{is_f32, permute_rows_backward};
 use crate::{
     layer_backend::{ExpertOrder, LayerBackend, composite},
-    modules::rotary::Rotation,
+    modules::{attention::LayerCache, rotary::Rotation},
 };
 use burn::tensor::{DType, Int, Shape, Tensor, TensorPrimitive, activation::softmax};
 use burn_backend::{
@@ -147,6 +147,30 @@ impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
         one("quads_rotate", inputs, shape, |call| {
             let (x, cos, sin) = (next(call), next(call), next(call));
             B::rotate(x, &Rotation::new(cos, sin))
+        })
+    }
+
+    fn attend_to_cache(
+        query: Tensor<Self, 3>,
+        cache: &LayerCache<Self>,
+        places: Tensor<Self, 2, Int>,
+        longest: usize,
+    ) -> Tensor<Self, 2> {
+        if !is_f32(&query) {
+            return composite::attend_to_cache(query, cache, places, longest);
+        }
+        let [tokens, heads, d] = query.dims();
+        let inputs = [
+            primitive(query),
+            primitive(cache.keys.clone()),
+            primitive(cache.values.clone()),
+        ];
+        let inputs = inputs.into_iter().chain([places.into_primitive()]);
+        let shape = Shape::from([tokens, heads * d]);
+        one("quads_attend_to_cache", inputs, shape, move |call| {
+            let (query, keys, values) = (next(call), next(call), next(call));
+            let places = Tensor::from_primitive(call.int());
+            B::attend_to_cache(query, &LayerCache { keys, values }, places, longest)
         })
     }
 

@@ -7,7 +7,7 @@
 mod fusion;
 
 use super::{ExpertOrder, LayerBackend, composite};
-use crate::modules::rotary::Rotation;
+use crate::modules::{attention::LayerCache, rotary::Rotation};
 use burn::{
     prelude::Backend,
     tensor::{DType, Int, Shape, Tensor, TensorPrimitive, activation::softmax},
@@ -17,7 +17,7 @@ use burn_cubecl::{
     BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement, kernel::into_contiguous, tensor::CubeTensor,
 };
 use cubecl::server::Handle;
-use kernels_cubecl::device::{self, Element, Matrix, RotaryRows};
+use kernels_cubecl::device::{self, Element, KeyValueCache, Matrix, RotaryRows};
 
 impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBackend for CubeBackend<R, F, I, BT> {
     fn rms_norm(x: Tensor<Self, 2>, gamma: Tensor<Self, 1>, epsilon: f64) -> Tensor<Self, 2> {
@@ -116,6 +116,37 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
         let heads_of_all = Matrix::contiguous(x.handle.clone(), Element::F32, batch * seq * heads, d);
         let y = device::rotate_heads(&x.client, &heads_of_all, heads, &table);
         float::<R, F, I, BT, 2>(&x, done(y)).reshape([batch, seq, heads, d])
+    }
+
+    fn attend_to_cache(
+        query: Tensor<Self, 3>,
+        cache: &LayerCache<Self>,
+        places: Tensor<Self, 2, Int>,
+        longest: usize,
+    ) -> Tensor<Self, 2> {
+        let [tokens, heads, head_dim] = query.dims();
+        let [slots, kv_heads, _, key_columns] = cache.keys.dims();
+        let [_, _, value_rows, _] = cache.values.dims();
+        let f32s = is_f32(&query) && is_f32(&cache.keys) && is_f32(&cache.values);
+        let fits = heads / kv_heads <= KeyValueCache::MAX_GROUP && head_dim <= KeyValueCache::MAX_HEAD_DIM;
+        if !(f32s && fits) {
+            return composite::attend_to_cache(query, cache, places, longest);
+        }
+        let whole = |x: &Tensor<Self, 4>| into_contiguous(primitive(x.clone())).handle;
+        let cache = KeyValueCache {
+            keys: whole(&cache.keys),
+            values: whole(&cache.values),
+            slots,
+            kv_heads,
+            head_dim,
+            key_columns,
+            value_rows,
+        };
+        let query = into_contiguous(primitive(query));
+        let queries = Matrix::contiguous(query.handle.clone(), Element::F32, tokens, heads * head_dim);
+        let places = into_contiguous(places.cast(DType::I32).into_primitive()).handle;
+        let y = device::cached_attention(&query.client, &queries, &cache, &places);
+        float(&query, done(y))
     }
 
     fn top_experts(logits: Tensor<Self, 2>, k: usize) -> Tensor<Self, 2, Int> {

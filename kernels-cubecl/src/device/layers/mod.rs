@@ -2,14 +2,16 @@
 //! tokens the time is that of the launches. All f32; a row's bits depend on the row alone.
 //!
 //! - `rms_norm`, `swiglu`, `softmax`: with their gradients;
-//! - `rotation`: rotary positions;
+//! - `rotation`: rotary positions; `cached_attention`: new tokens over the keys and values of those before;
 //! - `routing`: which experts a token goes to, and the order by expert.
+mod cached_attention;
 mod rms_norm;
 mod rotation;
 mod routing;
 mod softmax;
 mod swiglu;
 
+pub use cached_attention::{KeyValueCache, cached_attention};
 pub use rms_norm::{RmsNormGradients, rms_norm, rms_norm_backward};
 pub use rotation::{RotaryRows, rotate_heads};
 pub use routing::{ExpertOrder, order_by_expert, top_experts};
