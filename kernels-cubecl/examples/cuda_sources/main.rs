@@ -9,8 +9,10 @@ mod offline;
 
 use cubecl::prelude::*;
 use kernels_cubecl::device::{
-    Amax, Element, Fp8Rows, MatmulOptions, Matrix, PackedActivations, PackedWeight, Residual, Route, Routing,
-    grouped_matmul, matmul, matmul_fp8, pack_weight, pack_weight_fp8, quantize, quantize_fp8,
+    Amax, Element, Fp8Rows, KeyValueCache, MatmulOptions, Matrix, PackedActivations, PackedWeight, Residual,
+    RotaryRows, Route, Routing, cached_attention, grouped_matmul, log_softmax_parts, matmul, matmul_fp8,
+    order_by_expert, pack_weight, pack_weight_fp8, quantize, quantize_fp8, rms_norm, rms_norm_backward, rotate_heads,
+    softmax, softmax_backward, swiglu, swiglu_backward, top_experts,
 };
 use kernels_cubecl::{Compensation, Granularity, ResidualMask, WeightLayout};
 use offline::{Architecture, OfflineCuda, SOURCES};
@@ -26,6 +28,7 @@ fn main() -> std::io::Result<()> {
         if arch == 90 {
             packers(&client);
             fp8s(&client);
+            layers(&client);
             matmuls(&client, Route::Portable);
         }
         quantizers(&client);
@@ -155,6 +158,43 @@ fn matmuls(client: &Client, route: Route) {
         sparse.residual_steps = Some(client.empty(4 * 16));
         matmul(client, &sparse, &w(1, 1024, 1024), options).expect("operands fit");
         label(client, &format!("{route:?}_sparse"));
+    }
+}
+
+/// Short rows, as of heads, and long ones, as of tokens and logits.
+fn layers(client: &Client) {
+    for columns in [64, 4096] {
+        let x = matrix(client, Element::F32, 64, columns);
+        let gamma = matrix(client, Element::F32, 1, columns);
+        rms_norm(client, &x, &gamma, 1e-6).expect("operands fit");
+        rms_norm_backward(client, &x, &gamma, 1e-6, &x).expect("operands fit");
+        softmax(client, &x).expect("it is f32");
+        softmax_backward(client, &x, &x).expect("operands fit");
+        log_softmax_parts(client, &x).expect("it is f32");
+        label(client, &format!("layer_rows_of_{columns}"));
+    }
+    let x = matrix(client, Element::F32, 64, 64);
+    swiglu(client, &x).expect("columns are even");
+    swiglu_backward(client, &x, &matrix(client, Element::F32, 64, 32)).expect("operands fit");
+    let (cos, sin) = (matrix(client, Element::F32, 4, 64), matrix(client, Element::F32, 4, 64));
+    rotate_heads(client, &x, 16, &RotaryRows { cos, sin }).expect("operands fit");
+    label(client, "layer_values");
+    top_experts(client, &matrix(client, Element::F32, 64, 128), 8).expect("there are as many experts");
+    order_by_expert(client, &client.empty(4 * 512), 512, 128);
+    label(client, "layer_routing");
+    for (group, head_dim) in [(4, 64), (8, 128), (16, 256)] {
+        let cache = KeyValueCache {
+            keys: client.empty(4 * 2 * head_dim * 128),
+            values: client.empty(4 * 2 * head_dim * 128),
+            slots: 1,
+            kv_heads: 2,
+            head_dim,
+            key_columns: 128,
+            value_rows: 128,
+        };
+        let query = matrix(client, Element::F32, 1, 2 * group * head_dim);
+        cached_attention(client, &query, &cache, &client.empty(16)).expect("operands fit");
+        label(client, &format!("layer_attention_{group}x{head_dim}"));
     }
 }
 

@@ -7,6 +7,8 @@ use cubecl::server::Handle;
 
 /// Units of a cube, and columns of a tile.
 const TILE: usize = 128;
+/// Below every score.
+const LOWEST: f32 = -3e38;
 
 /// Keys and values of sequences, f32 without gaps.
 #[derive(Clone, Debug)]
@@ -117,9 +119,8 @@ fn attend(
     let first_value = head * value_rows as usize * d;
 
     let mut queries = SharedMemory::<f32>::new(width);
-    // Of each query head, a value a column.
-    let mut reduced = SharedMemory::<f32>::new(comptime!(group * TILE));
-    let mut weights = SharedMemory::<f32>::new(comptime!(group * TILE));
+    // Of each query head, a value a column: what is reduced, then weights.
+    let mut shared = SharedMemory::<f32>::new(comptime!(group * TILE));
     let mut factors = SharedMemory::<f32>::new(group);
     for at in range_stepped(unit_pos, width, TILE) {
         queries[at] = query[row * width + at] * scale;
@@ -129,7 +130,7 @@ fn attend(
     let mut sums = Array::<f32>::new(group);
     #[unroll]
     for q in 0..group {
-        largest[q] = f32::reinterpret(0xff80_0000u32);
+        largest[q] = LOWEST;
         sums[q] = 0.0;
     }
     let mut mixed = Array::<f32>::new(outputs);
@@ -157,8 +158,7 @@ fn attend(
         }
         #[unroll]
         for q in 0..group {
-            let lowest = f32::reinterpret(0xff80_0000u32);
-            reduced[comptime!(q * TILE) + unit_pos] = select(inside, scores[q], lowest);
+            shared[comptime!(q * TILE) + unit_pos] = select(inside, scores[q], LOWEST);
         }
         #[unroll]
         for level in 0..comptime!(TILE.trailing_zeros() as usize) {
@@ -168,19 +168,24 @@ fn attend(
                 #[unroll]
                 for q in 0..group {
                     let at = comptime!(q * TILE) + unit_pos;
-                    reduced[at] = max(reduced[at], reduced[at + half]);
+                    shared[at] = max(shared[at], shared[at + half]);
                 }
             }
         }
         sync_cube();
+        let mut now = Array::<f32>::new(group);
         #[unroll]
         for q in 0..group {
-            let now = max(largest[q], reduced[comptime!(q * TILE)]);
-            let factor = f32::exp(largest[q] - now);
-            let weight = select(inside, f32::exp(scores[q] - now), 0.0f32);
+            now[q] = max(largest[q], shared[comptime!(q * TILE)]);
+        }
+        sync_cube();
+        #[unroll]
+        for q in 0..group {
+            let factor = f32::exp(largest[q] - now[q]);
+            let weight = select(inside, f32::exp(scores[q] - now[q]), 0.0f32);
             sums[q] = sums[q] * factor + weight;
-            largest[q] = now;
-            weights[comptime!(q * TILE) + unit_pos] = weight;
+            largest[q] = now[q];
+            shared[comptime!(q * TILE) + unit_pos] = weight;
             if unit_pos == 0 {
                 factors[q] = factor;
             }
@@ -194,7 +199,7 @@ fn attend(
                 let q = at / d;
                 let mut sum = mixed[o] * factors[q];
                 for column in 0..columns {
-                    sum += weights[q * TILE + column] * values[first_value + (tile * TILE + column) * d + at % d];
+                    sum += shared[q * TILE + column] * values[first_value + (tile * TILE + column) * d + at % d];
                 }
                 mixed[o] = sum;
             }
@@ -203,7 +208,7 @@ fn attend(
     }
     #[unroll]
     for q in 0..group {
-        reduced[comptime!(q * TILE) + unit_pos] = sums[q];
+        shared[comptime!(q * TILE) + unit_pos] = sums[q];
     }
     #[unroll]
     for level in 0..comptime!(TILE.trailing_zeros() as usize) {
@@ -213,7 +218,7 @@ fn attend(
             #[unroll]
             for q in 0..group {
                 let at = comptime!(q * TILE) + unit_pos;
-                reduced[at] += reduced[at + half];
+                shared[at] += shared[at + half];
             }
         }
     }
@@ -222,7 +227,7 @@ fn attend(
     for o in 0..outputs {
         let at = comptime!(o * TILE) + unit_pos;
         if at < width {
-            y[row * width + at] = mixed[o] / reduced[at / d * TILE];
+            y[row * width + at] = mixed[o] / shared[at / d * TILE];
         }
     }
 }

@@ -118,8 +118,9 @@ fn row_parts(
     column_stride: usize,
     #[comptime] units: usize,
 ) -> (f32, f32) {
-    let mut largest = f32::reinterpret(0xff80_0000u32);
+    let mut largest = 0.0f32;
     if inside {
+        largest = x[start];
         for column in range_stepped(UNIT_POS as usize, columns, units) {
             largest = max(largest, x[start + column * column_stride]);
         }
