@@ -9,8 +9,9 @@ mod offline;
 
 use cubecl::prelude::*;
 use kernels_cubecl::device::{
-    Amax, Element, Fp8Rows, MatmulOptions, Matrix, PackedActivations, PackedWeight, Residual, Route, Routing,
-    grouped_matmul, matmul, matmul_fp8, pack_weight, pack_weight_fp8, quantize, quantize_fp8,
+    Amax, Element, Fp8Rows, MatmulOptions, Matrix, MatrixStack, PackedActivations, PackedWeight, Residual, Route,
+    Routing, grouped_matmul, grouped_matmul_dense, grouped_outer_product, matmul, matmul_fp8, pack_weight,
+    pack_weight_fp8, quantize, quantize_fp8,
 };
 use kernels_cubecl::{Compensation, Granularity, ResidualMask, WeightLayout};
 use offline::{Architecture, OfflineCuda, SOURCES};
@@ -29,6 +30,7 @@ fn main() -> std::io::Result<()> {
             matmuls(&client, Route::Portable);
         }
         quantizers(&client);
+        dense_products(&client);
         let native = Route::BlockScaledMma.is_available(&client);
         let routes: &[Route] = if native {
             &[Route::BlockScaledMma]
@@ -155,6 +157,45 @@ fn matmuls(client: &Client, route: Route) {
         sparse.residual_steps = Some(client.empty(4 * 16));
         matmul(client, &sparse, &w(1, 1024, 1024), options).expect("operands fit");
         label(client, &format!("{route:?}_sparse"));
+    }
+}
+
+/// Experts that are not packed: weights as they are and transposed, then operands that are read one by one.
+fn dense_products(client: &Client) {
+    let counts = client.empty(4 * 8);
+    let stack = |k: usize, n: usize, strides: [usize; 3]| MatrixStack {
+        handle: client.empty(4 * 8 * k * n),
+        shape: [8, k, n],
+        strides,
+    };
+    let (k, n) = (1024, 768);
+    for (name, tokens, k, n, strides) in [
+        ("rows", 8192, k, n, [k * n, n, 1]),
+        ("columns", 8192, k, n, [k * n, 1, k]),
+        ("few", 64, k, n, [k * n, n, 1]),
+        ("few_columns", 64, k, n, [k * n, 1, k]),
+        ("any", 8192, 99, 129, [99 * 129, 129, 1]),
+        ("few_any", 64, 99, 129, [99 * 129, 1, 99]),
+    ] {
+        let x = matrix(client, Element::F32, tokens, k);
+        grouped_matmul_dense(client, &x, &stack(k, n, strides), &counts).expect("operands fit");
+        label(client, &format!("Dense_matmul_{name}"));
+    }
+    let transposed = Matrix {
+        strides: [1, 8192],
+        ..matrix(client, Element::F32, 8192, k)
+    };
+    grouped_matmul_dense(client, &transposed, &stack(k, n, [k * n, n, 1]), &counts).expect("operands fit");
+    label(client, "Dense_matmul_transposed");
+    let g = matrix(client, Element::F32, 8192, n);
+    for (name, x) in [
+        ("rows", matrix(client, Element::F32, 8192, k)),
+        ("narrow", matrix(client, Element::F32, 8192, 16)),
+        ("any", matrix(client, Element::F32, 8192, 99)),
+        ("transposed", transposed),
+    ] {
+        grouped_outer_product(client, &x, &g, &counts, 8).expect("operands fit");
+        label(client, &format!("Dense_outer_{name}"));
     }
 }
 
