@@ -4,6 +4,7 @@
 //! beside itself: carry it to a machine with a GPU and run it there.
 #![cfg(any(feature = "vulkan", feature = "cuda"))]
 mod bias;
+mod dense;
 mod fp8;
 mod golden;
 mod grouped;
