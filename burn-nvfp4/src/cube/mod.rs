@@ -9,7 +9,8 @@
 //! | NVFP4 | NVFP4, with or without compensation | the packed kernels, f32 sums |
 //! | any | otherwise | the rounded values of both, f32: Burn's matmul, or the dense grouped kernel |
 //!
-//! Burn's own matmul takes TF32 tensor cores for f32 where a GPU has them. Rows of packed weights are padded to
+//! Burn's own matmul takes TF32 tensor cores for f32 where a GPU has them. The dense grouped kernel takes bf16 ones, for
+//! values split in two, and errs by some 2^-16. Rows of packed weights are padded to
 //! [`K_STEP`](kernels_cubecl::device::K_STEP) values.
 //!
 //! - `tensors`: Burn's tensors as the kernels' matrices, and back;

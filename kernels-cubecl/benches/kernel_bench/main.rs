@@ -5,7 +5,7 @@
 //! cargo bench -p kernels-cubecl --features cuda --bench kernel_bench -- --peers peers.json --out DIRECTORY
 //! ```
 //!
-//! `--only` with one of quantization, decode, tiled, grouped, fp8 times that part. Prints a table; writes `kernels.json` and `roofline.svg` to the directory. Matmuls on GPUs without FP4 tensor cores are
+//! `--only` with one of quantization, decode, tiled, grouped, experts, fp8 times that part. Prints a table; writes `kernels.json` and `roofline.svg` to the directory. Matmuls on GPUs without FP4 tensor cores are
 //! emulated: operands are decoded to 16 bits in registers.
 mod ceilings;
 mod report;
@@ -15,6 +15,8 @@ mod workload;
 use kernels_cubecl::device;
 use report::Report;
 use std::path::PathBuf;
+
+type Part = fn(&timing::Timer, &mut Report);
 
 fn main() {
     let (mut out, mut peers, mut only) = (None, None, None);
@@ -40,11 +42,12 @@ fn main() {
     let timer = timing::Timer::new(&client);
     let ceilings = ceilings::measure(&timer);
     let mut report = Report::new(ceilings, peers);
-    let parts: [(&str, fn(&timing::Timer, &mut Report)); 5] = [
+    let parts: [(&str, Part); 6] = [
         ("quantization", workload::quantization),
         ("decode", workload::decode),
         ("tiled", workload::tiled),
         ("grouped", workload::grouped),
+        ("experts", workload::experts),
         ("fp8", workload::fp8),
     ];
     for (_, part) in parts

@@ -4,8 +4,8 @@ use crate::timing::{Client, Timer};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels_cubecl::device::{
-    Element, Fp8Rows, MatmulOptions, Matrix, PackedActivations, PackedWeight, Residual, Route, Routing, grouped_matmul,
-    matmul, matmul_fp8, quantize, quantize_fp8,
+    Element, Fp8Rows, MatmulOptions, Matrix, MatrixStack, PackedActivations, PackedWeight, Residual, Route, Routing,
+    grouped_matmul, grouped_matmul_dense, grouped_outer_product, matmul, matmul_fp8, quantize, quantize_fp8,
 };
 use kernels_cubecl::{Compensation, Granularity, ResidualMask};
 
@@ -228,6 +228,64 @@ pub fn grouped(timer: &Timer, report: &mut Report) {
                 flops: passes * 2.0 * (routed * rows * k) as f64,
             });
         }
+    }
+}
+
+/// Experts that are not packed, in a step of training: forward, the gradient of their input, and that of their weights.
+pub fn experts(timer: &Timer, report: &mut Report) {
+    let client = &timer.client;
+    let experts = 32usize;
+    let mut random = Random(4);
+    for (tokens, k, n) in [
+        (32_768usize, 1024usize, 768usize),
+        (32_768, 384, 1024),
+        (256, 1024, 768),
+    ] {
+        let mut matrix = |rows: usize, columns: usize| {
+            let values: Vec<f32> = (0..rows * columns)
+                .map(|_| f32::from(random.word() as i16) / 32_768.0)
+                .collect();
+            Matrix::contiguous(
+                client.create_from_slice(f32::as_bytes(&values)),
+                Element::F32,
+                rows,
+                columns,
+            )
+        };
+        let (x, g, w) = (matrix(tokens, k), matrix(tokens, n), matrix(experts * k, n));
+        // Experts differ in rows.
+        let each = tokens / experts;
+        let counts: Vec<u32> = (0..experts)
+            .map(|e| [each, 2 * each, each / 2, each / 2][e % 4] as u32)
+            .collect();
+        let counts = upload(client, &counts);
+        let stack = |shape, strides| MatrixStack {
+            handle: w.handle.clone(),
+            shape,
+            strides,
+        };
+        let forward = stack([experts, k, n], [k * n, n, 1]);
+        let backward = stack([experts, n, k], [k * n, 1, n]);
+        let mut push = |kernel: &str, us| {
+            report.push(Line {
+                kernel: format!("grouped dense {kernel}"),
+                tokens,
+                rows: n,
+                k,
+                us,
+                bytes: 4.0 * (tokens * (k + n) + experts * k * n) as f64,
+                flops: 2.0 * (tokens * k * n) as f64,
+            });
+        };
+        let us =
+            timer.microseconds(|_| drop(grouped_matmul_dense(client, &x, &forward, &counts).expect("operands fit")));
+        push("forward", us);
+        let us =
+            timer.microseconds(|_| drop(grouped_matmul_dense(client, &g, &backward, &counts).expect("operands fit")));
+        push("input gradient", us);
+        let us = timer
+            .microseconds(|_| drop(grouped_outer_product(client, &x, &g, &counts, experts).expect("operands fit")));
+        push("weight gradient", us);
     }
 }
 

@@ -9,10 +9,11 @@ mod offline;
 
 use cubecl::prelude::*;
 use kernels_cubecl::device::{
-    Amax, Element, Fp8Rows, KeyValueCache, MatmulOptions, Matrix, PackedActivations, PackedWeight, Residual,
-    RotaryRows, Route, Routing, cached_attention, grouped_matmul, log_softmax_parts, matmul, matmul_fp8,
-    order_by_expert, pack_weight, pack_weight_fp8, quantize, quantize_fp8, rms_norm, rms_norm_backward, rotate_heads,
-    softmax, softmax_backward, swiglu, swiglu_backward, top_experts,
+    Amax, Element, Fp8Rows, KeyValueCache, MatmulOptions, Matrix, MatrixStack, PackedActivations, PackedWeight,
+    Residual, RotaryRows, Route, Routing, cached_attention, grouped_matmul, grouped_matmul_dense,
+    grouped_outer_product, log_softmax_parts, matmul, matmul_fp8, order_by_expert, pack_weight, pack_weight_fp8,
+    quantize, quantize_fp8, rms_norm, rms_norm_backward, rotate_heads, softmax, softmax_backward, swiglu,
+    swiglu_backward, top_experts,
 };
 use kernels_cubecl::{Compensation, Granularity, ResidualMask, WeightLayout};
 use offline::{Architecture, OfflineCuda, SOURCES};
@@ -32,6 +33,7 @@ fn main() -> std::io::Result<()> {
             matmuls(&client, Route::Portable);
         }
         quantizers(&client);
+        dense_products(&client);
         let native = Route::BlockScaledMma.is_available(&client);
         let routes: &[Route] = if native {
             &[Route::BlockScaledMma]
@@ -195,6 +197,45 @@ fn layers(client: &Client) {
         let query = matrix(client, Element::F32, 1, 2 * group * head_dim);
         cached_attention(client, &query, &cache, &client.empty(16)).expect("operands fit");
         label(client, &format!("layer_attention_{group}x{head_dim}"));
+    }
+}
+
+/// Experts that are not packed: weights as they are and transposed, then operands that are read one by one.
+fn dense_products(client: &Client) {
+    let counts = client.empty(4 * 8);
+    let stack = |k: usize, n: usize, strides: [usize; 3]| MatrixStack {
+        handle: client.empty(4 * 8 * k * n),
+        shape: [8, k, n],
+        strides,
+    };
+    let (k, n) = (1024, 768);
+    for (name, tokens, k, n, strides) in [
+        ("rows", 8192, k, n, [k * n, n, 1]),
+        ("columns", 8192, k, n, [k * n, 1, k]),
+        ("few", 64, k, n, [k * n, n, 1]),
+        ("few_columns", 64, k, n, [k * n, 1, k]),
+        ("any", 8192, 99, 129, [99 * 129, 129, 1]),
+        ("few_any", 64, 99, 129, [99 * 129, 1, 99]),
+    ] {
+        let x = matrix(client, Element::F32, tokens, k);
+        grouped_matmul_dense(client, &x, &stack(k, n, strides), &counts).expect("operands fit");
+        label(client, &format!("Dense_matmul_{name}"));
+    }
+    let transposed = Matrix {
+        strides: [1, 8192],
+        ..matrix(client, Element::F32, 8192, k)
+    };
+    grouped_matmul_dense(client, &transposed, &stack(k, n, [k * n, n, 1]), &counts).expect("operands fit");
+    label(client, "Dense_matmul_transposed");
+    let g = matrix(client, Element::F32, 8192, n);
+    for (name, x) in [
+        ("rows", matrix(client, Element::F32, 8192, k)),
+        ("narrow", matrix(client, Element::F32, 8192, 16)),
+        ("any", matrix(client, Element::F32, 8192, 99)),
+        ("transposed", transposed),
+    ] {
+        grouped_outer_product(client, &x, &g, &counts, 8).expect("operands fit");
+        label(client, &format!("Dense_outer_{name}"));
     }
 }
 

@@ -1,8 +1,9 @@
 //! Grouped products of dense f32 matrices: experts that are not packed, and the gradients of all of them. Like the packed
 //! products they take the counts from the device and wait for nothing; a row's bits depend on the row and the weight alone.
+//! `dense_mma` makes them where there are bf16 tensor cores, the kernels of this file anywhere.
 use super::grouping::{Groups, locate};
 use super::matrix::{Matrix, allocate, array};
-use super::{Element, Error};
+use super::{Element, Error, dense_mma};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -27,7 +28,7 @@ pub struct MatrixStack {
 }
 
 impl MatrixStack {
-    fn span(&self) -> usize {
+    pub(super) fn span(&self) -> usize {
         if self.shape.contains(&0) {
             return 0;
         }
@@ -56,7 +57,9 @@ pub fn grouped_matmul_dense<R: Runtime>(
         });
     }
     let y = allocate(client, x.rows * n);
-    if x.rows * n > 0 && experts > 0 {
+    if x.rows * n > 0 && experts > 0 && dense_mma::is_available(client) {
+        dense_mma::launch_matmul(client, x, w, counts, &y);
+    } else if x.rows * n > 0 && experts > 0 {
         let groups = Groups::experts(client, counts, experts, x.rows, TILE, None);
         // SAFETY: rows, columns and depths past the operands' are neither read nor written.
         unsafe {
@@ -106,7 +109,9 @@ pub fn grouped_outer_product<R: Runtime>(
     }
     let (m, n) = (x.columns, g.columns);
     let out = allocate(client, experts * m * n);
-    if experts * m * n > 0 {
+    if experts * m * n > 0 && dense_mma::is_available(client) {
+        dense_mma::launch_outer(client, x, g, counts, experts, &out);
+    } else if experts * m * n > 0 {
         // SAFETY: rows and columns past the operands' are neither read nor written.
         unsafe {
             outer_product::launch_unchecked::<R>(
@@ -128,6 +133,12 @@ pub fn grouped_outer_product<R: Runtime>(
         }
     }
     Ok(out)
+}
+
+/// Whether the products of this device run on bf16 tensor cores, of f32 values split in two. An output is then off by
+/// `(3 · 2^-16 + (k + 8) · 2^-23) · Σ|x · w|` at most; elsewhere by `(k + 8) · 2^-23 · Σ|x · w|`.
+pub fn dense_products_use_bf16<R: Runtime>(client: &ComputeClient<R>) -> bool {
+    dense_mma::is_available(client)
 }
 
 fn check_f32(matrix: &Matrix) -> Result<(), Error> {

@@ -39,7 +39,8 @@
 //! - `portable`, `decode`, `bf16_mma`, `block_scaled_mma`: a file a route; `mma16` decodes for two of them;
 //! - `bias`: what is added to a product;
 //! - `fp8`: the baseline;
-//! - `values`: packed operands back to values; `dense_groups`: experts that are not packed;
+//! - `values`: packed operands back to values;
+//! - `dense_groups`: experts that are not packed, on any runtime; `dense_mma` on bf16 tensor cores;
 //! - `layers`: what a decoder layer does beside its products.
 #![allow(
     clippy::collapsible_if,
@@ -55,6 +56,7 @@ mod block_scaled_mma;
 mod client;
 mod decode;
 mod dense_groups;
+mod dense_mma;
 mod format;
 mod fp8;
 mod grouping;
@@ -73,7 +75,7 @@ pub use bias::add_bias;
 pub use client::cuda;
 #[cfg(feature = "vulkan")]
 pub use client::vulkan;
-pub use dense_groups::{MatrixStack, grouped_matmul_dense, grouped_outer_product};
+pub use dense_groups::{MatrixStack, dense_products_use_bf16, grouped_matmul_dense, grouped_outer_product};
 pub use fp8::{Fp8Rows, matmul_fp8, pack_weight_fp8, quantize_fp8};
 pub use layers::{
     ExpertOrder, KeyValueCache, LogSoftmaxParts, RmsNormGradients, RotaryRows, cached_attention, log_softmax_parts,

@@ -5,6 +5,7 @@
 #![cfg(any(feature = "vulkan", feature = "cuda"))]
 mod bias;
 mod cached_attention;
+mod dense;
 mod fp8;
 mod golden;
 mod grouped;

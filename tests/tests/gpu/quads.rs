@@ -65,6 +65,8 @@ fn experts_step<B: QuadsBackend>(precision: &Precision) -> [Vec<f32>; 4] {
 }
 
 pub fn experts_and_their_gradients_are_those_of_flex<B: Stack>() {
+    // Two products of f32, which bf16 tensor cores take in two parts each.
+    let grouped = if is_exact::<B>() { 1e-5 } else { 3e-4 };
     for precision in PRECISIONS {
         let precision: Precision = precision.parse().unwrap();
         let (actual, expected) = (
@@ -77,7 +79,7 @@ pub fn experts_and_their_gradients_are_those_of_flex<B: Stack>() {
         {
             // The input of down is computed: a last-bit difference can flip a code of it.
             let tolerance = match precision {
-                Precision::High | Precision::W4A16 => 1e-5,
+                Precision::High | Precision::W4A16 => grouped,
                 _ => 1e-2,
             };
             assert_close(a, e, tolerance, &format!("{precision}, {part}"));
@@ -93,7 +95,7 @@ pub fn experts_and_their_gradients_are_those_of_flex<B: Stack>() {
             values(packed.forward(tensor(&x), &routing())),
             values(expected.forward(tensor(&x), &routing())),
         );
-        let tolerance = if precision == Precision::W4A16 { 1e-5 } else { 1e-2 };
+        let tolerance = if precision == Precision::W4A16 { grouped } else { 1e-2 };
         assert_close(&a, &e, tolerance, &format!("packed, {precision}"));
     }
 }
