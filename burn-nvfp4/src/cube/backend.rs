@@ -92,7 +92,7 @@ where
             return Self::float_reshape(cast::<Self>(y, dtype), shape);
         }
         let x = rounded_rows::<R, F, I, BT>(x, weight.activation());
-        let y = Self::float_matmul(x, tensor_2d(&weight.storage().codes, decode(weight)));
+        let y = dense_product::<R, F, I, BT>(x, tensor_2d(&weight.storage().codes, decode(weight)));
         let y = match bias {
             Some(bias) => {
                 let bias = cast::<Self>(bias, FloatDType::F32);
@@ -435,6 +435,23 @@ where
 fn tensor_2d<R: CubeRuntime>(like: &CubeTensor<R>, stack: MatrixStack) -> CubeTensor<R> {
     let [_, rows, columns] = stack.shape;
     tensor(like, stack.handle, Shape::from([rows, columns]), DType::F32)
+}
+
+/// f32 `[tokens, k]` times `[k, n]`: on bf16 tensor cores as experts are, where there are any, else by Burn's matmul.
+fn dense_product<R, F, I, BT>(x: CubeTensor<R>, w: CubeTensor<R>) -> CubeTensor<R>
+where
+    R: CubeRuntime,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    if !device::dense_products_use_bf16(&x.client) {
+        return CubeBackend::<R, F, I, BT>::float_matmul(x, w);
+    }
+    let y = device::matmul_dense(&x.client, &matrix(&x), &matrix(&w));
+    let y = y.unwrap_or_else(|error| panic!("linear: {error}"));
+    let shape = Shape::from([y.rows, y.columns]);
+    from_matrix(&x, y, shape)
 }
 
 /// Activations as the packed kernels take them.

@@ -7,11 +7,11 @@
 //! | weight | activations | product |
 //! |---|---|---|
 //! | NVFP4 | NVFP4, with or without compensation | the packed kernels, f32 sums |
-//! | any | otherwise | the rounded values of both, f32: Burn's matmul, or the dense grouped kernel |
+//! | any | otherwise | the rounded values of both, f32: the dense kernels |
 //!
-//! Burn's own matmul takes TF32 tensor cores for f32 where a GPU has them. The dense grouped kernel takes bf16 ones, for
-//! values split in two, and errs by some 2^-16. Rows of packed weights are padded to
-//! [`K_STEP`](kernels_cubecl::device::K_STEP) values.
+//! The dense kernels take bf16 tensor cores where a GPU has them, for values split in two, and err by some 2^-16 (Burn's own
+//! matmul takes TF32 for f32 there, and errs by 2^-11). Elsewhere they are Burn's matmul, and a plain grouped kernel. Rows of
+//! packed weights are padded to [`K_STEP`](kernels_cubecl::device::K_STEP) values.
 //!
 //! - `tensors`: Burn's tensors as the kernels' matrices, and back;
 //! - `backend`: the operations;

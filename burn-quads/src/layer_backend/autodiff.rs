@@ -16,6 +16,47 @@ use burn_backend::tensor::FloatTensor;
 use core::{fmt, marker::PhantomData};
 
 impl<B: LayerBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
+    fn has_dense_product(device: &Self::Device) -> bool {
+        B::has_dense_product(device)
+    }
+
+    fn dense_product(x: Tensor<Self, 2>, w: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        #[derive(Debug)]
+        struct DenseProduct;
+        impl<B: LayerBackend> Backward<B, 2> for DenseProduct {
+            // The input where the weight needs a gradient, the weight where the input needs one.
+            type State = (Option<Tensor<B, 2>>, Option<Tensor<B, 2>>);
+
+            fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+                let [node_x, node_w] = ops.parents;
+                let (x, w) = ops.state;
+                let grad: Tensor<B, 2> = wrap(grads.consume::<B>(&ops.node));
+                if let (Some(node), Some(w)) = (node_x, w) {
+                    let dx = B::dense_product(grad.clone(), w.transpose());
+                    grads.register::<B>(node.id, primitive(dx));
+                }
+                if let (Some(node), Some(x)) = (node_w, x) {
+                    let dw = B::dense_product_weight_backward(x, grad);
+                    grads.register::<B>(node.id, primitive(dw));
+                }
+            }
+        }
+        let (x, w) = (primitive(x), primitive(w));
+        let (x_inner, w_inner) = (wrap::<B, 2>(x.primitive.clone()), wrap::<B, 2>(w.primitive.clone()));
+        let state = (
+            w.is_tracked().then(|| x_inner.clone()),
+            x.is_tracked().then(|| w_inner.clone()),
+        );
+        let output = primitive(B::dense_product(x_inner, w_inner));
+        let prep = Backward::<B, 2>::prepare::<C>(DenseProduct, [x.node, w.node])
+            .compute_bound()
+            .stateful();
+        wrap(match prep {
+            OpsKind::Tracked(prep) => prep.finish(state, output),
+            OpsKind::UnTracked(prep) => prep.finish(output),
+        })
+    }
+
     fn rms_norm(x: Tensor<Self, 2>, gamma: Tensor<Self, 1>, epsilon: f64) -> Tensor<Self, 2> {
         #[derive(Debug)]
         struct RmsNorm;

@@ -7,6 +7,7 @@
 //!
 //! | operation | what it does |
 //! |---|---|
+//! | `dense_product` | `x · w`, where a backend has a better one than Burn's |
 //! | `rms_norm` | `x / √(mean(x²) + ε) · γ` by row |
 //! | `swiglu` | `silu(gate) · up` |
 //! | `softmax_rows` | of each row |
@@ -35,7 +36,7 @@ use crate::modules::{
 use burn::{
     nn::RmsNorm,
     prelude::Backend,
-    tensor::{Bool, Int, Tensor, activation::softmax},
+    tensor::{Bool, DType, Int, Tensor, activation::softmax},
 };
 
 /// Score of a key that must not be attended to. Finite, so that a row without any key (padding) stays finite too: its
@@ -117,6 +118,22 @@ pub struct ExpertOrder<B: Backend> {
 
 /// What a backend may run as one; see the [module](self).
 pub trait LayerBackend: Backend {
+    /// Whether [`Self::dense_product`] is better than Burn's matmul on a device: nearer to f32, and a row's bits depend on the row
+    /// and the weight alone.
+    fn has_dense_product(_device: &Self::Device) -> bool {
+        false
+    }
+
+    /// `x · w` of f32 `[rows, k]` and `[k, n]`.
+    fn dense_product(x: Tensor<Self, 2>, w: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        x.matmul(w)
+    }
+
+    /// The gradient of `w` from `x` and that of [`Self::dense_product`]'s result, `[k, n]`.
+    fn dense_product_weight_backward(x: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        x.transpose().matmul(grad)
+    }
+
     /// `x / √(mean(x²) + ε) · γ` of each row: `[rows, d]`, `gamma` `[d]`.
     fn rms_norm(x: Tensor<Self, 2>, gamma: Tensor<Self, 1>, epsilon: f64) -> Tensor<Self, 2> {
         composite::rms_norm(x, gamma, epsilon)
@@ -232,4 +249,25 @@ pub(crate) fn rms_norm<B: LayerBackend, const D: usize>(norm: &RmsNorm<B>, x: Te
     let d = shape[D - 1];
     let rows = shape.num_elements() / d;
     B::rms_norm(x.reshape([rows, d]), norm.gamma.val(), norm.epsilon).reshape(shape)
+}
+
+/// `x · w` by [`LayerBackend::dense_product`] where that is the better one, else by Burn's matmul.
+pub(crate) fn product<B: LayerBackend>(x: Tensor<B, 2>, w: Tensor<B, 2>) -> Tensor<B, 2> {
+    match takes_dense_product(&x, &w) {
+        true => B::dense_product(x, w),
+        false => x.matmul(w),
+    }
+}
+
+/// The gradient of `w` from `x` and that of [`product`]'s result.
+pub(crate) fn product_weight_backward<B: LayerBackend>(x: Tensor<B, 2>, grad: Tensor<B, 2>) -> Tensor<B, 2> {
+    match takes_dense_product(&x, &grad) {
+        true => B::dense_product_weight_backward(x, grad),
+        false => x.transpose().matmul(grad),
+    }
+}
+
+/// Whether [`LayerBackend::dense_product`] is the better one, and the operands are f32.
+pub(crate) fn takes_dense_product<B: LayerBackend>(a: &Tensor<B, 2>, b: &Tensor<B, 2>) -> bool {
+    a.dtype() == DType::F32 && b.dtype() == DType::F32 && B::has_dense_product(&a.device())
 }

@@ -8,6 +8,18 @@ use burn::tensor::{Int, Tensor, TensorPrimitive};
 use burn_nvfp4::{Nvfp4, Nvfp4Backend, Nvfp4Tensor};
 
 impl<B: Nvfp4Backend + LayerBackend> LayerBackend for Nvfp4<B> {
+    fn has_dense_product(device: &Self::Device) -> bool {
+        B::has_dense_product(device)
+    }
+
+    fn dense_product(x: Tensor<Self, 2>, w: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        wrap(B::dense_product(unwrap(x), unwrap(w)))
+    }
+
+    fn dense_product_weight_backward(x: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        wrap(B::dense_product_weight_backward(unwrap(x), unwrap(grad)))
+    }
+
     fn rms_norm(x: Tensor<Self, 2>, gamma: Tensor<Self, 1>, epsilon: f64) -> Tensor<Self, 2> {
         wrap(B::rms_norm(unwrap(x), unwrap(gamma), epsilon))
     }

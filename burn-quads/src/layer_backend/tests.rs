@@ -34,6 +34,22 @@ fn leaf<const D: usize>(x: &Tensor<Flex, D>) -> Tensor<A, D> {
 }
 
 #[test]
+fn a_dense_product_has_the_gradients_of_a_matmul() {
+    let (x, w, up) = (random([7, 5]), random([5, 3]), random::<Flex, 2>([7, 3]));
+    let gradients = |product: fn(Tensor<A, 2>, Tensor<A, 2>) -> Tensor<A, 2>| {
+        let (x, w) = (leaf(&x), leaf(&w));
+        let y = product(x.clone(), w.clone());
+        let grads = (y.clone() * Tensor::from_inner(up.clone())).sum().backward();
+        [y.inner(), x.grad(&grads).unwrap(), w.grad(&grads).unwrap()].map(Tensor::into_data)
+    };
+    assert_eq!(gradients(A::dense_product), gradients(Tensor::matmul));
+    // A frozen weight gets none, and costs none.
+    let (x, w) = (leaf(&x), Tensor::<A, 2>::from_inner(w));
+    let grads = A::dense_product(x.clone(), w.clone()).sum().backward();
+    assert!(x.grad(&grads).is_some() && w.grad(&grads).is_none());
+}
+
+#[test]
 fn rms_norm_and_its_gradient_equal_the_definition() {
     for (rows, d) in [(1, 16), (5, 40), (300, 64), (1300, 24), (0, 16)] {
         let (x, gamma, up) = (random([rows, d]), random([d]), random([rows, d]));

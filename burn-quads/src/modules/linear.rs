@@ -13,7 +13,7 @@ use super::{
     residual_probe::ResidualProbe,
     straight_through::Backward,
 };
-use crate::backend::QuadsBackend;
+use crate::{backend::QuadsBackend, layer_backend::takes_dense_product};
 
 /// Configuration of a [`QuadsLinear`].
 #[derive(Config, Debug)]
@@ -322,13 +322,25 @@ impl<B: QuadsBackend, const N: usize> OuterScaleGroup<'_, B, N> {
         self.members.map(|member| {
             let weight = weights.next().expect("one weight a member");
             let bias = || member.bias.as_ref().map(|bias| bias.val());
-            let y = backward.of(linear(x_hat.clone(), weight, bias()), || {
-                linear(x.clone(), member.weight.val(), bias())
+            let y = backward.of(rows_linear(x_hat.clone(), weight, bias()), || {
+                rows_linear(x.clone(), member.weight.val(), bias())
             });
             let mut shape = shape;
             shape[D - 1] = member.dims()[1];
             y.reshape(shape)
         })
+    }
+}
+
+/// `x · w + bias` of rows.
+fn rows_linear<B: QuadsBackend>(x: Tensor<B, 2>, weight: Tensor<B, 2>, bias: Option<Tensor<B, 1>>) -> Tensor<B, 2> {
+    if is_packed(&weight) || !takes_dense_product(&x, &weight) {
+        return linear(x, weight, bias);
+    }
+    let y = B::dense_product(x, weight);
+    match bias {
+        Some(bias) => y + bias.unsqueeze(),
+        None => y,
     }
 }
 

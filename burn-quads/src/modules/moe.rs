@@ -20,7 +20,7 @@ use super::{
 use crate::{
     backend::QuadsBackend,
     causal_lm::{CausalLm, HiddenOutput, TokenBatch},
-    layer_backend::rms_norm,
+    layer_backend::{product, rms_norm},
 };
 
 /// A decoder-only mixture-of-experts language model: grouped-query attention with QK-norm and rotary positions, SwiGLU
@@ -333,7 +333,7 @@ impl<B: QuadsBackend> QuadsMoe<B> {
 
     /// The head: `[n, hidden]` to logits `[n, vocab]`.
     pub fn logits(&self, hidden: Tensor<B, 2>) -> Tensor<B, 2> {
-        hidden.matmul(self.head_weight())
+        product(hidden, self.head_weight())
     }
 
     /// The head's weight, `[hidden, vocab]`.

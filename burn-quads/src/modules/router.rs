@@ -5,7 +5,7 @@ use burn::{
     tensor::{DType, Int, Tensor, backend::Backend},
 };
 
-use crate::layer_backend::LayerBackend;
+use crate::layer_backend::{LayerBackend, product};
 
 /// Configuration of a [`Router`].
 #[derive(Config, Debug)]
@@ -93,7 +93,7 @@ impl<B: LayerBackend> Router<B> {
     /// # Panics
     /// When `replay` has another shape.
     pub fn forward(&self, x: Tensor<B, 2>, replay: Option<Tensor<B, 2, Int>>) -> Routing<B> {
-        let logits = x.matmul(self.weight.val());
+        let logits = product(x, self.weight.val());
         let probabilities = B::softmax_rows(logits.clone().cast(DType::F32));
         // Logits decide, not probabilities: rounding in the softmax makes ties.
         let chosen = B::top_experts(logits.clone().detach(), self.top_k);

@@ -1,5 +1,8 @@
 //! The head, a chunk of tokens at a time, and its gradient.
-use crate::{backend::runs_on_gpu, layer_backend::LayerBackend};
+use crate::{
+    backend::runs_on_gpu,
+    layer_backend::{LayerBackend, product, product_weight_backward},
+};
 use burn::{
     backend::autodiff::{
         Autodiff,
@@ -30,8 +33,8 @@ fn chunk_tokens(vocab: usize, logits: usize) -> usize {
 }
 
 /// Logits of a chunk at a temperature in f32, `[tokens, vocab]`.
-fn logits<B: Backend>(hidden: Tensor<B, 2>, head: &Tensor<B, 2>, temperature: f32) -> Tensor<B, 2> {
-    let logits = in_dtype(hidden.matmul(head.clone()), DType::F32);
+fn logits<B: LayerBackend>(hidden: Tensor<B, 2>, head: &Tensor<B, 2>, temperature: f32) -> Tensor<B, 2> {
+    let logits = in_dtype(product(hidden, head.clone()), DType::F32);
     if temperature == 1.0 {
         logits
     } else {
@@ -222,10 +225,10 @@ impl<B: LayerBackend> Backward<B, 2> for TokenLogProbs {
             let logits = (softmax * gradient.clone().neg()).scatter(1, targets, gradient, IndexingUpdateOp::Add);
             let logits = in_dtype(logits, hidden.dtype());
             if hidden_node.is_some() {
-                hidden_parts.push(logits.clone().matmul(head.clone().transpose()));
+                hidden_parts.push(product(logits.clone(), head.clone().transpose()));
             }
             if head_node.is_some() {
-                let part = hidden.transpose().matmul(logits);
+                let part = product_weight_backward(hidden, logits);
                 head_sum = Some(match head_sum {
                     Some(sum) => sum + part,
                     None => part,

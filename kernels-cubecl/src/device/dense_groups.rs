@@ -58,7 +58,7 @@ pub fn grouped_matmul_dense<R: Runtime>(
     }
     let y = allocate(client, x.rows * n);
     if x.rows * n > 0 && experts > 0 && dense_mma::is_available(client) {
-        dense_mma::launch_matmul(client, x, w, counts, &y);
+        dense_mma::launch_matmul(client, x, w, Some(counts), &y);
     } else if x.rows * n > 0 && experts > 0 {
         let groups = Groups::experts(client, counts, experts, x.rows, TILE, None);
         // SAFETY: rows, columns and depths past the operands' are neither read nor written.
@@ -110,7 +110,7 @@ pub fn grouped_outer_product<R: Runtime>(
     let (m, n) = (x.columns, g.columns);
     let out = allocate(client, experts * m * n);
     if experts * m * n > 0 && dense_mma::is_available(client) {
-        dense_mma::launch_outer(client, x, g, counts, experts, &out);
+        dense_mma::launch_outer(client, x, g, Some(counts), experts, &out);
     } else if experts * m * n > 0 {
         // SAFETY: rows and columns past the operands' are neither read nor written.
         unsafe {
@@ -133,6 +133,68 @@ pub fn grouped_outer_product<R: Runtime>(
         }
     }
     Ok(out)
+}
+
+/// `x · w` of f32 `[rows, k]` and `[k, n]`, on bf16 tensor cores as [`grouped_matmul_dense`] is there: a row's bits depend on the
+/// row and the weight alone.
+///
+/// # Errors
+/// The device has none ([`dense_products_use_bf16`]); the operands differ in `k`, or are not f32.
+pub fn matmul_dense<R: Runtime>(client: &ComputeClient<R>, x: &Matrix, w: &Matrix) -> Result<Matrix, Error> {
+    check_f32(x)?;
+    check_f32(w)?;
+    check_bf16(client)?;
+    if x.columns != w.rows {
+        return Err(Error::Mismatch {
+            what: "contraction length of the activations",
+            expected: w.rows,
+            actual: x.columns,
+        });
+    }
+    let (rows, n) = (x.rows, w.columns);
+    let y = allocate(client, rows * n);
+    if rows * n > 0 {
+        let w = MatrixStack {
+            handle: w.handle.clone(),
+            shape: [1, w.rows, n],
+            strides: [0, w.strides[0], w.strides[1]],
+        };
+        dense_mma::launch_matmul(client, x, &w, None, &y);
+    }
+    Ok(Matrix::contiguous(y, Element::F32, rows, n))
+}
+
+/// `xᵀ · g` of f32 `[rows, m]` and `[rows, n]`, as [`matmul_dense`].
+///
+/// # Errors
+/// The device has no bf16 tensor cores; the operands differ in rows, or are not f32.
+pub fn outer_product_dense<R: Runtime>(client: &ComputeClient<R>, x: &Matrix, g: &Matrix) -> Result<Matrix, Error> {
+    check_f32(x)?;
+    check_f32(g)?;
+    check_bf16(client)?;
+    if x.rows != g.rows {
+        return Err(Error::Mismatch {
+            what: "rows of the gradient",
+            expected: x.rows,
+            actual: g.rows,
+        });
+    }
+    let (m, n) = (x.columns, g.columns);
+    let out = allocate(client, m * n);
+    if m * n > 0 {
+        dense_mma::launch_outer(client, x, g, None, 1, &out);
+    }
+    Ok(Matrix::contiguous(out, Element::F32, m, n))
+}
+
+fn check_bf16<R: Runtime>(client: &ComputeClient<R>) -> Result<(), Error> {
+    match dense_products_use_bf16(client) {
+        true => Ok(()),
+        false => Err(Error::Unsupported {
+            what: "a product of f32 on bf16 tensor cores".into(),
+            why: "it has none".into(),
+        }),
+    }
 }
 
 /// Whether the products of this device run on bf16 tensor cores, of f32 values split in two. An output is then off by

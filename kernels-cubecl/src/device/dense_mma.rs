@@ -129,12 +129,13 @@ pub(super) fn is_available<R: Runtime>(client: &ComputeClient<R>) -> bool {
     planes && mma && matmul.ldmatrix.contains(&bf16) && hardware.max_shared_memory_size >= 32 * 1024
 }
 
-/// Writes `y` (`[tokens, n]`): `y[t] = x[t] · w[e]` for each row `t` of expert `e`.
+/// Writes `y` (`[tokens, n]`): `y[t] = x[t] · w[e]` for each row `t` of expert `e`. Without `counts` all rows belong to the only
+/// expert.
 pub(super) fn launch_matmul<R: Runtime>(
     client: &ComputeClient<R>,
     x: &Matrix,
     w: &MatrixStack,
-    counts: &Handle,
+    counts: Option<&Handle>,
     y: &Handle,
 ) {
     let [experts, k, n] = w.shape;
@@ -148,7 +149,10 @@ pub(super) fn launch_matmul<R: Runtime>(
         [group, row, column] => Side::new(&w.handle, false, column, n, &[group, row]),
     };
     let plan = Plan::new(x.rows.div_ceil(experts), n, left, right);
-    let groups = Groups::experts(client, counts, experts, x.rows, plan.left.lines, None);
+    let groups = match counts {
+        Some(counts) => Groups::experts(client, counts, experts, x.rows, plan.left.lines, None),
+        None => Groups::dense(x.rows, plan.left.lines),
+    };
     // SAFETY: rows, columns and depths past the operands' are neither read nor written.
     unsafe {
         multiply::launch_unchecked::<R>(
@@ -167,17 +171,18 @@ pub(super) fn launch_matmul<R: Runtime>(
             w.strides[0] as u32,
             w.strides[1] as u32,
             w.strides[2] as u32,
+            groups.is_grouped(),
             plan,
         );
     }
 }
 
-/// Writes `out` (`[experts, m, n]`): `x[rows of e]ᵀ · g[rows of e]`.
+/// Writes `out` (`[experts, m, n]`): `x[rows of e]ᵀ · g[rows of e]`. Without `counts` all rows belong to the only expert.
 pub(super) fn launch_outer<R: Runtime>(
     client: &ComputeClient<R>,
     x: &Matrix,
     g: &Matrix,
-    counts: &Handle,
+    counts: Option<&Handle>,
     experts: usize,
     out: &Handle,
 ) {
@@ -196,7 +201,7 @@ pub(super) fn launch_outer<R: Runtime>(
             CubeDim::new_1d(plan.left.threads as u32),
             array(&x.handle, x.span()),
             array(&g.handle, g.span()),
-            array(counts, experts),
+            array(counts.unwrap_or(&x.handle), experts),
             array(out, experts * m * n),
             x.rows as u32,
             m as u32,
@@ -205,6 +210,7 @@ pub(super) fn launch_outer<R: Runtime>(
             x.strides[1] as u32,
             g.strides[0] as u32,
             g.strides[1] as u32,
+            counts.is_some(),
             plan,
         );
     }
@@ -238,9 +244,10 @@ fn multiply(
     w_group: u32,
     w_row: u32,
     w_column: u32,
+    #[comptime] grouped: bool,
     #[comptime] plan: Plan,
 ) {
-    let (expert, first, last) = locate(table, tokens, plan.left.lines, true);
+    let (expert, first, last) = locate(table, tokens, plan.left.lines, grouped);
     let n = n as usize;
     let column = CUBE_POS_X as usize * plan.right.lines;
     if first < last {
@@ -274,16 +281,20 @@ fn outer_product(
     x_column: u32,
     g_row: u32,
     g_column: u32,
+    #[comptime] grouped: bool,
     #[comptime] plan: Plan,
 ) {
     let m = m as usize;
     let n = n as usize;
     let expert = CUBE_POS_Z as usize;
     let mut first = 0usize;
-    for before in 0..expert {
-        first += counts[before] as usize;
+    let mut last = tokens as usize;
+    if comptime!(grouped) {
+        for before in 0..expert {
+            first += counts[before] as usize;
+        }
+        last = min(first + counts[expert] as usize, tokens as usize);
     }
-    let last = min(first + counts[expert] as usize, tokens as usize);
     let first = min(first, last);
     let row = CUBE_POS_Y as usize * plan.left.lines;
     let column = CUBE_POS_X as usize * plan.right.lines;

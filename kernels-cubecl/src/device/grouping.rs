@@ -141,7 +141,8 @@ fn fill_table(counts: &Array<u32>, table: &mut Array<u32>, experts: u32, tiles: 
         sync_cube();
         let mut first = tokens_before;
         let mut at = tiles_before;
-        for other in 0..UNITS {
+        // Whose experts there are.
+        for other in 0..min(experts as usize - round * UNITS, UNITS) {
             let count = shared[other];
             let others = count.div_ceil(tile);
             if other < unit_pos {

@@ -75,7 +75,10 @@ pub use bias::add_bias;
 pub use client::cuda;
 #[cfg(feature = "vulkan")]
 pub use client::vulkan;
-pub use dense_groups::{MatrixStack, dense_products_use_bf16, grouped_matmul_dense, grouped_outer_product};
+pub use dense_groups::{
+    MatrixStack, dense_products_use_bf16, grouped_matmul_dense, grouped_outer_product, matmul_dense,
+    outer_product_dense,
+};
 pub use fp8::{Fp8Rows, matmul_fp8, pack_weight_fp8, quantize_fp8};
 pub use layers::{
     ExpertOrder, KeyValueCache, LogSoftmaxParts, RmsNormGradients, RotaryRows, cached_attention, log_softmax_parts,

@@ -3,7 +3,8 @@ use crate::{Client, Random, client, download, upload};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use kernels_cubecl::device::{
-    Element, Matrix, MatrixStack, dense_products_use_bf16, grouped_matmul_dense, grouped_outer_product,
+    Element, Matrix, MatrixStack, dense_products_use_bf16, grouped_matmul_dense, grouped_outer_product, matmul_dense,
+    outer_product_dense,
 };
 
 /// Of `Σ|x · w|`, for sums of `k` products.
@@ -353,5 +354,59 @@ fn nothing_to_sum_is_zero() {
     let dw = outer(&client, &x(9, 20), &x(9, 7), &[2, 0, 3]);
     for (e, sum) in [2.0, 0.0, 3.0].into_iter().enumerate() {
         assert!(dw[e * 140..][..140] == [sum; 140], "expert {e}");
+    }
+}
+
+/// The bits of a group of all rows, where there are tensor cores for it; otherwise an error that says so.
+#[test]
+fn one_weight_for_all_rows_is_a_group_of_them() {
+    let Some(client) = client() else { return };
+    let mut random = Random::new(47);
+    let mut normal = |len: usize| -> Vec<f32> { (0..len).map(|_| random.normal()).collect() };
+    for (rows, k, n) in [(1, 8, 4), (5, 99, 33), (64, 1024, 32), (300, 64, 130), (129, 256, 512)] {
+        let (x, w, g) = (normal(rows * k), normal(k * n), normal(rows * n));
+        for layout in LAYOUTS {
+            let (x, w) = (matrix(&client, &x, rows, k, layout), matrix(&client, &w, k, n, layout));
+            let g = matrix(&client, &g, rows, n, layout);
+            if !dense_products_use_bf16(&client) {
+                let error = matmul_dense(&client, &x, &w).unwrap_err();
+                let expected = "a product of f32 on bf16 tensor cores is not available on this device: it has none";
+                assert_eq!(error.to_string(), expected);
+                assert_eq!(outer_product_dense(&client, &x, &g).unwrap_err(), error);
+                continue;
+            }
+            let one = MatrixStack {
+                handle: w.handle.clone(),
+                shape: [1, k, n],
+                strides: [0, w.strides[0], w.strides[1]],
+            };
+            poison(&client, rows * n);
+            let y = download(&client, &matmul_dense(&client, &x, &w).unwrap());
+            assert_eq!(
+                y,
+                multiply(&client, &x, &one, &[rows as u32]),
+                "{rows} × {k} × {n}, {layout:?}"
+            );
+            poison(&client, k * n);
+            let dw = download(&client, &outer_product_dense(&client, &x, &g).unwrap());
+            assert_eq!(
+                dw,
+                outer(&client, &x, &g, &[rows as u32]),
+                "{rows} × {k} × {n}, {layout:?}"
+            );
+        }
+    }
+    if dense_products_use_bf16(&client) {
+        let (x, w) = (
+            matrix(&client, &[1.0; 6], 2, 3, Layout::Rows),
+            matrix(&client, &[1.0; 8], 4, 2, Layout::Rows),
+        );
+        let error = matmul_dense(&client, &x, &w).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "contraction length of the activations: expected 4, got 3"
+        );
+        let error = outer_product_dense(&client, &x, &w).unwrap_err();
+        assert_eq!(error.to_string(), "rows of the gradient: expected 2, got 4");
     }
 }

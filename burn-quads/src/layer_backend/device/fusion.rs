@@ -14,6 +14,35 @@ use burn_fusion::{Fusion, FusionBackend, FusionTensor};
 use burn_nvfp4::cube::custom_op::{Call, defer};
 
 impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
+    fn has_dense_product(device: &Self::Device) -> bool {
+        B::has_dense_product(device)
+    }
+
+    fn dense_product(x: Tensor<Self, 2>, w: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        let ([rows, k], [w_rows, n]) = (x.dims(), w.dims());
+        assert_eq!(k, w_rows, "values of a row, and rows of the weight");
+        let inputs = [primitive(x), primitive(w)];
+        one("quads_dense_product", inputs, Shape::from([rows, n]), |call| {
+            let (x, w) = (next(call), next(call));
+            B::dense_product(x, w)
+        })
+    }
+
+    fn dense_product_weight_backward(x: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        let ([rows, k], [grad_rows, n]) = (x.dims(), grad.dims());
+        assert_eq!(rows, grad_rows, "rows, and those of the gradient");
+        let inputs = [primitive(x), primitive(grad)];
+        one(
+            "quads_dense_product_weight_backward",
+            inputs,
+            Shape::from([k, n]),
+            |call| {
+                let (x, grad) = (next(call), next(call));
+                B::dense_product_weight_backward(x, grad)
+            },
+        )
+    }
+
     fn rms_norm(x: Tensor<Self, 2>, gamma: Tensor<Self, 1>, epsilon: f64) -> Tensor<Self, 2> {
         if !(is_f32(&x) && is_f32(&gamma)) {
             return composite::rms_norm(x, gamma, epsilon);

@@ -20,6 +20,22 @@ use cubecl::server::Handle;
 use kernels_cubecl::device::{self, Element, KeyValueCache, Matrix, RotaryRows};
 
 impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBackend for CubeBackend<R, F, I, BT> {
+    fn has_dense_product(device: &Self::Device) -> bool {
+        device::dense_products_use_bf16(&R::client(device))
+    }
+
+    fn dense_product(x: Tensor<Self, 2>, w: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        let (x, w) = (primitive(x), primitive(w));
+        let y = device::matmul_dense(&x.client, &matrix(&x), &matrix(&w));
+        float(&x, done(y))
+    }
+
+    fn dense_product_weight_backward(x: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        let (x, grad) = (primitive(x), primitive(grad));
+        let dw = device::outer_product_dense(&x.client, &matrix(&x), &matrix(&grad));
+        float(&x, done(dw))
+    }
+
     fn rms_norm(x: Tensor<Self, 2>, gamma: Tensor<Self, 1>, epsilon: f64) -> Tensor<Self, 2> {
         if !(is_f32(&x) && is_f32(&gamma)) {
             return composite::rms_norm(x, gamma, epsilon);
