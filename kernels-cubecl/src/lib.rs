@@ -16,7 +16,7 @@
 //! - [`recipe`]: the formulas of other makers of packed weights;
 //! - [`residual`]: which part of the quantization residual is quantized a second time;
 //! - [`host`]: quantization and matmul on the CPU;
-//! - `device` (features `vulkan` and `cuda`): the same on a GPU;
+//! - `device` (features `vulkan` and `cuda`): the same on a GPU, and what a decoder layer does between its products;
 //! - [`error`]: what can be wrong with an input.
 #![warn(missing_docs)]
 
