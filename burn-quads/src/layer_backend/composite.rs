@@ -232,7 +232,8 @@ impl<B: Backend> Columns<B> {
 fn places<B: Backend>(list: impl ExactSizeIterator<Item = (usize, usize)>, device: &B::Device) -> Tensor<B, 2, Int> {
     let count = list.len();
     let list: Vec<i32> = list.flat_map(|(slot, column)| [slot as i32, column as i32]).collect();
-    Tensor::from_data(TensorData::new(list, [count, 2]), device)
+    // One dimension: GPUs leave gaps between the rows of two.
+    Tensor::<B, 1, Int>::from_data(TensorData::new(list, [2 * count]), device).reshape([count, 2])
 }
 
 /// [`LayerBackend::cached_attention`].

@@ -1,8 +1,7 @@
 //! Operations of a decoder layer that a backend may run as one.
 //!
-//! Each has a definition in Burn's operations (`composite`), right on every backend, and a gradient. On `Autodiff` each is one
-//! node of the graph that keeps its inputs only, but for softmax and rotation by themselves, which are differentiated as they
-//! are defined. Flex overrides what it spends its time in with single passes on the host (`host`), GPUs nearly all with kernels
+//! Each has a definition in Burn's operations (`composite`), right on every backend, and a gradient. On `Autodiff` what layers are
+//! made of is one node of the graph that keeps its inputs only; the rest is differentiated as it is defined. Flex overrides what it spends its time in with single passes on the host (`host`), GPUs nearly all with kernels
 //! (`device`).
 //!
 //! | operation | what it does |
@@ -118,8 +117,8 @@ pub struct ExpertOrder<B: Backend> {
 
 /// What a backend may run as one; see the [module](self).
 pub trait LayerBackend: Backend {
-    /// Whether [`Self::dense_product`] is better than Burn's matmul on a device: nearer to f32, and a row's bits depend on the row
-    /// and the weight alone.
+    /// Whether [`Self::dense_product`] of f32 is better than Burn's matmul on a device: nearer to f32 than its TF32, and a row's bits
+    /// depend on the row and the weight alone.
     fn has_dense_product(_device: &Self::Device) -> bool {
         false
     }
@@ -267,7 +266,15 @@ pub(crate) fn product_weight_backward<B: LayerBackend>(x: Tensor<B, 2>, grad: Te
     }
 }
 
-/// Whether [`LayerBackend::dense_product`] is the better one, and the operands are f32.
+/// Whether [`LayerBackend::dense_product`] is the better one, and the operands are f32 and within the reach of its kernels.
 pub(crate) fn takes_dense_product<B: LayerBackend>(a: &Tensor<B, 2>, b: &Tensor<B, 2>) -> bool {
-    a.dtype() == DType::F32 && b.dtype() == DType::F32 && B::has_dense_product(&a.device())
+    // A grid has 65,535 tiles of at least 32 rows, and values are counted in 32 bits.
+    const MOST_ROWS: usize = 65_535 * 32;
+    let ([rows, k], n) = (a.dims(), b.dims()[1]);
+    let products = [a.shape().num_elements(), b.shape().num_elements(), rows * n, k * n];
+    a.dtype() == DType::F32
+        && b.dtype() == DType::F32
+        && B::has_dense_product(&a.device())
+        && rows <= MOST_ROWS
+        && products.into_iter().all(|values| values <= u32::MAX as usize)
 }

@@ -12,7 +12,11 @@ impl<B: Nvfp4Backend + LayerBackend> LayerBackend for Nvfp4<B> {
         B::has_dense_product(device)
     }
 
+    /// A packed weight multiplies in its activation setting, as in Burn's matmul.
     fn dense_product(x: Tensor<Self, 2>, w: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if matches!(w.clone().into_primitive().tensor(), Nvfp4Tensor::Packed(_)) {
+            return x.matmul(w);
+        }
         wrap(B::dense_product(unwrap(x), unwrap(w)))
     }
 

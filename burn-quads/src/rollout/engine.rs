@@ -74,8 +74,9 @@ pub enum RolloutError {
 /// A completion depends on the model, its prompt, its index and [`SamplingParams`] only. The order of batches, the number
 /// of slots and of threads do not enter: streams of random numbers belong to requests, cached attention and packed
 /// layers compute each row for itself. What remains is the dense matmul of the backend (the head, the routers, every
-/// layer in `high`), whose last bits may depend on the number of rows; not so where
-/// [`LayerBackend::has_dense_product`](crate::layer_backend::LayerBackend::has_dense_product).
+/// layer in `high`), whose last bits may depend on the number of rows; not so for f32 where
+/// [`LayerBackend::has_dense_product`](crate::layer_backend::LayerBackend::has_dense_product). On GPUs packed layers may take
+/// another route, with other last bits, for more rows: `burn_nvfp4::cube::pin_route` keeps them on one.
 #[derive(Debug)]
 pub struct RolloutEngine<B: Backend> {
     slots: usize,

@@ -170,7 +170,7 @@ pub fn token_log_probs<B: DifferentiableLogProbs>(
     )))
 }
 
-/// Backends that have [`token_log_probs`] as one operation: `Autodiff` of any backend.
+/// Backends that have [`token_log_probs`] as one operation: `Autodiff` of any [`LayerBackend`].
 pub trait DifferentiableLogProbs: AutodiffBackend<InnerBackend: LayerBackend> {
     /// See [`token_log_probs`]; at most `chunk_logits` logits live at once (one token's at least).
     fn token_log_probs(

@@ -152,6 +152,7 @@ pub fn matmul_dense<R: Runtime>(client: &ComputeClient<R>, x: &Matrix, w: &Matri
         });
     }
     let (rows, n) = (x.rows, w.columns);
+    check_reach([x.span(), w.span(), rows.saturating_mul(n)])?;
     let y = allocate(client, rows * n);
     if rows * n > 0 {
         let w = MatrixStack {
@@ -180,11 +181,23 @@ pub fn outer_product_dense<R: Runtime>(client: &ComputeClient<R>, x: &Matrix, g:
         });
     }
     let (m, n) = (x.columns, g.columns);
+    check_reach([x.span(), g.span(), m.saturating_mul(n)])?;
     let out = allocate(client, m * n);
     if m * n > 0 {
         dense_mma::launch_outer(client, x, g, None, 1, &out);
     }
     Ok(Matrix::contiguous(out, Element::F32, m, n))
+}
+
+/// Kernels count values in 32 bits.
+fn check_reach(values: [usize; 3]) -> Result<(), Error> {
+    match values.into_iter().max() {
+        Some(most) if most > super::MAX_VALUES => Err(Error::Unsupported {
+            what: format!("a dense product over {most} values"),
+            why: "kernels count values in 32 bits".into(),
+        }),
+        _ => Ok(()),
+    }
 }
 
 fn check_bf16<R: Runtime>(client: &ComputeClient<R>) -> Result<(), Error> {
@@ -198,7 +211,7 @@ fn check_bf16<R: Runtime>(client: &ComputeClient<R>) -> Result<(), Error> {
 }
 
 /// Whether the products of this device run on bf16 tensor cores, of f32 values split in two. An output is then off by
-/// `(3 · 2^-16 + (k + 8) · 2^-23) · Σ|x · w|` at most; elsewhere by `(k + 8) · 2^-23 · Σ|x · w|`.
+/// `(3 · 2^-16 + (k + 8) · 2^-23) · Σ|x · w|` at most, of values above 2^-117; elsewhere by `(k + 8) · 2^-23 · Σ|x · w|`.
 pub fn dense_products_use_bf16<R: Runtime>(client: &ComputeClient<R>) -> bool {
     dense_mma::is_available(client)
 }
@@ -207,7 +220,7 @@ fn check_f32(matrix: &Matrix) -> Result<(), Error> {
     match matrix.element {
         Element::F32 => Ok(()),
         other => Err(Error::Unsupported {
-            what: format!("a dense grouped product of {other:?}"),
+            what: format!("a dense product of {other:?}"),
             why: "it is made for f32".into(),
         }),
     }

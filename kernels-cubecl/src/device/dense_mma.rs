@@ -3,7 +3,8 @@
 //! An f32 is split into two bf16: `high` is the value rounded, `low` what that leaves, rounded. Of the four products of two
 //! values the tensor core makes three, `high · high + high · low + low · high`, and adds them up in f32. A split leaves
 //! 2^-16 of its value and the fourth product is 2^-16 of the whole, so that a sum errs by
-//! `(3 · 2^-16 + (k + 8) · 2^-23) · Σ|x · w|` at most. What rounds to no finite bf16, above 3.39e38, counts as infinite.
+//! `(3 · 2^-16 + (k + 8) · 2^-23) · Σ|x · w|` at most, of values above 2^-117. Infinity, and what rounds to no finite bf16 (above
+//! 3.39e38), makes NaN.
 //!
 //! Both products are one: lines of the left operand times lines of the right, summed along their depth. In the matmul lines
 //! are tokens and columns of the weight, and the depth is `k`; in the outer product lines are columns, and the depth is an

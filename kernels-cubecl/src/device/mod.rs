@@ -81,9 +81,9 @@ pub use dense_groups::{
 };
 pub use fp8::{Fp8Rows, matmul_fp8, pack_weight_fp8, quantize_fp8};
 pub use layers::{
-    ExpertOrder, KeyValueCache, LogSoftmaxParts, RmsNormGradients, RotaryRows, cached_attention, log_softmax_parts,
-    order_by_expert, rms_norm, rms_norm_backward, rotate_heads, softmax, softmax_backward, swiglu, swiglu_backward,
-    top_experts,
+    ExpertOrder, KeyValueCache, LogSoftmaxParts, MAX_VALUES, RmsNormGradients, RotaryRows, cached_attention,
+    log_softmax_parts, order_by_expert, rms_norm, rms_norm_backward, rotate_heads, softmax, softmax_backward, swiglu,
+    swiglu_backward, top_experts,
 };
 pub use matrix::{Element, Error, Matrix, PackedActivations, PackedWeight};
 pub use pack::{Amax, Packer, divides_exactly, pack_weight};

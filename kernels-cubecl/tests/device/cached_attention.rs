@@ -196,7 +196,7 @@ fn queries_that_do_not_fit_the_cache_are_refused() {
     };
     assert_eq!(
         refusal(&apart, &cache),
-        "elements from one query to the next: expected 32, got 64"
+        "elements from one query or channel to the next: expected 1, got 2"
     );
     let many = Matrix::contiguous(query.handle.clone(), Element::F32, 7, 17 * 16);
     assert_eq!(

@@ -1,7 +1,7 @@
 //! Grouped products: counts that only the device knows.
 use crate::support::{
-    Stack, activations, assert_close, assert_product, bits, counts, data, float, grouped_tolerance, lazy, on, on_flex,
-    read, settings, tensor, values,
+    Stack, activations, assert_close, assert_product, bits, counts, data, float, lazy, on, on_flex, read, settings,
+    splits_f32, tensor, tolerance, values,
 };
 use burn::{
     backend::Flex,
@@ -36,7 +36,7 @@ pub fn packed_groups_are_separate_products<B: Stack>() {
                         &x_hat[start * k..][..rows * k],
                         &read::<Flex>(&Flex::unpack_weight(&w)),
                         [rows, k, 10],
-                        grouped_tolerance::<B>(&activation, k),
+                        tolerance::<B>(&activation, k),
                         &format!("{format}, {activation:?}, {group:?}"),
                     );
                     start += rows;
@@ -52,7 +52,7 @@ pub fn packed_groups_are_separate_products<B: Stack>() {
 
 /// Of the largest value: that of Flex but for the order of sums, and on bf16 tensor cores for what a split leaves.
 fn dense_tolerance<B: Stack>() -> f32 {
-    match std::any::type_name::<B>().contains("Cuda") {
+    match splits_f32::<B>() {
         true => 1e-4,
         false => 1e-6,
     }

@@ -1,5 +1,5 @@
 //! The method's layers and model: forward, gradients, sync, rollout.
-use crate::support::{Stack, assert_close, bits, tensor, values};
+use crate::support::{Stack, assert_close, bits, splits_f32, tensor, values};
 use burn::{
     backend::{Autodiff, Flex},
     module::{AutodiffModule, Param},
@@ -24,9 +24,9 @@ use burn_quads::{
 
 const PRECISIONS: [&str; 5] = ["high", "w4a16", "w4a4", "w4a4_rac", "fp8"];
 
-/// f32 products by Burn's own matmul: TF32 on CUDA.
+/// Neither bf16 tensor cores for values in two parts, nor TF32 inside attention, as on CUDA.
 fn is_exact<B>() -> bool {
-    !std::any::type_name::<B>().contains("Cuda")
+    !splits_f32::<B>()
 }
 
 fn experts<B: QuadsBackend>(precision: &Precision) -> QuadsExperts<B> {
@@ -107,7 +107,7 @@ pub fn rows_are_sorted_by_expert_as_on_flex<B: Stack>() {
         let order = B::order_by_expert(Tensor::<B, 1, Int>::from_data(ids, &Default::default()), experts);
         [order.order, order.inverse, order.counts].map(|list| list.into_data().iter::<i64>().collect())
     }
-    for rows in [1, 5, 127, 128, 129, 256, 384, 1000] {
+    for rows in [0, 1, 5, 127, 128, 129, 256, 384, 1000] {
         // Expert 3 has no row.
         let ids: Vec<i32> = (0..rows).map(|i| [0, 5, 2, 2, 1, 4, 5][i * i % 7]).collect();
         assert_eq!(sorted::<B>(&ids, 6), sorted::<Flex>(&ids, 6), "{rows} rows");
@@ -226,7 +226,7 @@ pub fn log_probs_and_their_gradients_are_those_of_flex<B: Stack>() {
         ]
     }
     // Sums of as many terms as there are tokens in the vocabulary.
-    let tolerance = if is_exact::<B>() { 1e-4 } else { 1e-2 };
+    let tolerance = if is_exact::<B>() { 1e-4 } else { 5e-4 };
     for (part, (a, e)) in ["log-probs", "entropies", "d hidden", "d head"]
         .iter()
         .zip(step::<B>().into_iter().zip(step::<Flex>()))

@@ -170,23 +170,20 @@ pub fn settings(k: usize) -> Vec<(WeightFormat, Activation)> {
     ]
 }
 
-/// Whether f32 products of a setting are exact on this backend: Burn's own matmul takes TF32 where the GPU has it.
+/// What a product may be off by, of `Σ|x̂·ŵ|`: the order of its sum; where nothing is packed, bf16 tensor cores take f32 values in
+/// two parts.
 pub fn tolerance<B: Stack>(activation: &Activation, k: usize) -> f64 {
     let in_packed_kernels = matches!(activation, Activation::Nvfp4 | Activation::Compensated(_));
-    match in_packed_kernels || !std::any::type_name::<B>().contains("Cuda") {
-        true => (k as f64 + 8.0) * 2f64.powi(-23),
-        false => 2f64.powi(-10),
-    }
-}
-
-/// The same of a grouped product, which is one of this project's kernels: bf16 tensor cores take f32 values in two parts.
-pub fn grouped_tolerance<B: Stack>(activation: &Activation, k: usize) -> f64 {
-    let in_packed_kernels = matches!(activation, Activation::Nvfp4 | Activation::Compensated(_));
-    let split = match in_packed_kernels || !std::any::type_name::<B>().contains("Cuda") {
+    let split = match in_packed_kernels || !splits_f32::<B>() {
         true => 0.0,
         false => 3.0 * 2f64.powi(-16),
     };
     split + (k as f64 + 8.0) * 2f64.powi(-23)
+}
+
+/// Whether dense products take bf16 tensor cores.
+pub fn splits_f32<B>() -> bool {
+    std::any::type_name::<B>().contains("Cuda")
 }
 
 /// Compares `y [tokens, n]` with the exact product of `x [tokens, k]` and `w [k, n]`, within `tolerance · Σ|x̂·ŵ|`.

@@ -1,8 +1,8 @@
 //! `Fusion`: each operation is a custom one of its stream. Shapes are checked before an operation is registered: a panic on the
 //! device's thread would come late and elsewhere.
-use super::{is_f32, permute_rows_backward};
+use super::{check_cache, check_rotation, fits_kernels, permute_rows_backward};
 use crate::{
-    layer_backend::{ExpertOrder, LayerBackend, composite},
+    layer_backend::{ExpertOrder, LayerBackend, composite, takes_dense_product},
     modules::{attention::LayerCache, rotary::Rotation},
 };
 use burn::tensor::{DType, Int, Shape, Tensor, TensorPrimitive, activation::softmax};
@@ -19,6 +19,9 @@ impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
     }
 
     fn dense_product(x: Tensor<Self, 2>, w: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if !takes_dense_product(&x, &w) {
+            return x.matmul(w);
+        }
         let ([rows, k], [w_rows, n]) = (x.dims(), w.dims());
         assert_eq!(k, w_rows, "values of a row, and rows of the weight");
         let inputs = [primitive(x), primitive(w)];
@@ -29,6 +32,9 @@ impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
     }
 
     fn dense_product_weight_backward(x: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if !takes_dense_product(&x, &grad) {
+            return x.transpose().matmul(grad);
+        }
         let ([rows, k], [grad_rows, n]) = (x.dims(), grad.dims());
         assert_eq!(rows, grad_rows, "rows, and those of the gradient");
         let inputs = [primitive(x), primitive(grad)];
@@ -44,7 +50,7 @@ impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
     }
 
     fn rms_norm(x: Tensor<Self, 2>, gamma: Tensor<Self, 1>, epsilon: f64) -> Tensor<Self, 2> {
-        if !(is_f32(&x) && is_f32(&gamma)) {
+        if !(fits_kernels(&x) && fits_kernels(&gamma)) {
             return composite::rms_norm(x, gamma, epsilon);
         }
         assert_eq!(
@@ -65,7 +71,7 @@ impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
         epsilon: f64,
         grad: Tensor<Self, 2>,
     ) -> (Tensor<Self, 2>, Tensor<Self, 1>) {
-        if !(is_f32(&x) && is_f32(&gamma) && is_f32(&grad)) {
+        if !(fits_kernels(&x) && fits_kernels(&gamma) && fits_kernels(&grad)) {
             return composite::rms_norm_backward(x, gamma, epsilon, grad);
         }
         assert_eq!(
@@ -87,7 +93,7 @@ impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
     }
 
     fn swiglu(gate_up: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        if !is_f32(&gate_up) {
+        if !fits_kernels(&gate_up) {
             return composite::swiglu(gate_up);
         }
         let [rows, width] = gate_up.dims();
@@ -99,7 +105,7 @@ impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
     }
 
     fn swiglu_backward(gate_up: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        if !(is_f32(&gate_up) && is_f32(&grad)) {
+        if !(fits_kernels(&gate_up) && fits_kernels(&grad)) {
             return composite::swiglu_backward(gate_up, grad);
         }
         let [rows, width] = gate_up.dims();
@@ -121,7 +127,7 @@ impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
     }
 
     fn softmax_rows(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        if !is_f32(&x) {
+        if !fits_kernels(&x) {
             return softmax(x, 1);
         }
         let shape = x.shape();
@@ -131,7 +137,7 @@ impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
     }
 
     fn softmax_rows_backward(y: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        if !(is_f32(&y) && is_f32(&grad)) {
+        if !(fits_kernels(&y) && fits_kernels(&grad)) {
             return composite::softmax_backward(y, grad);
         }
         assert_eq!(y.dims(), grad.dims(), "the rows, and their gradient");
@@ -148,7 +154,7 @@ impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
     }
 
     fn log_softmax_parts(x: Tensor<Self, 2>) -> (Tensor<Self, 2>, Tensor<Self, 2>) {
-        if !is_f32(&x) {
+        if !fits_kernels(&x) {
             return composite::log_softmax_parts(x);
         }
         let outputs = [x.shape(), Shape::from([x.dims()[0], 1])].map(|shape| (shape, DType::F32));
@@ -162,14 +168,10 @@ impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
     }
 
     fn rotate(x: Tensor<Self, 4>, rotation: &Rotation<Self>) -> Tensor<Self, 4> {
-        if !(is_f32(&x) && is_f32(&rotation.cos) && is_f32(&rotation.sin)) {
+        if !(fits_kernels(&x) && fits_kernels(&rotation.cos) && fits_kernels(&rotation.sin)) {
             return rotation.apply(x);
         }
-        let ([batch, seq, _, d], [tables, table_seq, table_d]) = (x.dims(), rotation.cos.dims());
-        assert!(
-            [table_seq, table_d] == [seq, d] && (tables == 1 || tables == batch),
-            "heads [{batch}, {seq}, .., {d}], rotations [{tables}, {table_seq}, {table_d}]"
-        );
+        check_rotation(&x, rotation);
         let shape = x.shape();
         let table = [&rotation.cos, &rotation.sin].map(|table| primitive(table.clone()));
         let inputs = [primitive(x)].into_iter().chain(table);
@@ -185,7 +187,8 @@ impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
         places: Tensor<Self, 2, Int>,
         longest: usize,
     ) -> Tensor<Self, 2> {
-        if !is_f32(&query) {
+        check_cache(&query, cache, &places);
+        if !fits_kernels(&query) {
             return composite::attend_to_cache(query, cache, places, longest);
         }
         let [tokens, heads, d] = query.dims();

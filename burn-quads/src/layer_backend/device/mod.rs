@@ -1,12 +1,12 @@
 //! GPUs: the kernels of [`kernels_cubecl::device`] in place of what Burn's operations would take dozens of launches for, with
-//! one thread for each result of a sum, or wait for (Burn sorts on the host). The kernels are for f32; other types take the
-//! definitions.
+//! one thread for each result of a sum, or wait for (Burn sorts on the host). The kernels are for f32; but for the logits of
+//! experts, which are cast, other types take the definitions.
 //!
 //! Burn's `scatter` and `select_assign` walk over all indices one after the other, with a thread for each of the other
 //! dimensions alone: for the rows of a batch that is milliseconds, so rows are gathered instead.
 mod fusion;
 
-use super::{ExpertOrder, LayerBackend, composite};
+use super::{ExpertOrder, LayerBackend, composite, takes_dense_product};
 use crate::modules::{attention::LayerCache, rotary::Rotation};
 use burn::{
     prelude::Backend,
@@ -17,7 +17,7 @@ use burn_cubecl::{
     BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement, kernel::into_contiguous, tensor::CubeTensor,
 };
 use cubecl::server::Handle;
-use kernels_cubecl::device::{self, Element, KeyValueCache, Matrix, RotaryRows};
+use kernels_cubecl::device::{self, Element, KeyValueCache, MAX_VALUES, Matrix, RotaryRows};
 
 impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBackend for CubeBackend<R, F, I, BT> {
     fn has_dense_product(device: &Self::Device) -> bool {
@@ -25,19 +25,25 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
     }
 
     fn dense_product(x: Tensor<Self, 2>, w: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if !takes_dense_product(&x, &w) {
+            return x.matmul(w);
+        }
         let (x, w) = (primitive(x), primitive(w));
         let y = device::matmul_dense(&x.client, &matrix(&x), &matrix(&w));
         float(&x, done(y))
     }
 
     fn dense_product_weight_backward(x: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
+        if !takes_dense_product(&x, &grad) {
+            return x.transpose().matmul(grad);
+        }
         let (x, grad) = (primitive(x), primitive(grad));
         let dw = device::outer_product_dense(&x.client, &matrix(&x), &matrix(&grad));
         float(&x, done(dw))
     }
 
     fn rms_norm(x: Tensor<Self, 2>, gamma: Tensor<Self, 1>, epsilon: f64) -> Tensor<Self, 2> {
-        if !(is_f32(&x) && is_f32(&gamma)) {
+        if !(fits_kernels(&x) && fits_kernels(&gamma)) {
             return composite::rms_norm(x, gamma, epsilon);
         }
         let (x, gamma) = (primitive(x), primitive(gamma));
@@ -51,7 +57,7 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
         epsilon: f64,
         grad: Tensor<Self, 2>,
     ) -> (Tensor<Self, 2>, Tensor<Self, 1>) {
-        if !(is_f32(&x) && is_f32(&gamma) && is_f32(&grad)) {
+        if !(fits_kernels(&x) && fits_kernels(&gamma) && fits_kernels(&grad)) {
             return composite::rms_norm_backward(x, gamma, epsilon, grad);
         }
         let (x, gamma, grad) = (primitive(x), primitive(gamma), primitive(grad));
@@ -69,7 +75,7 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
     }
 
     fn swiglu(gate_up: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        if !is_f32(&gate_up) {
+        if !fits_kernels(&gate_up) {
             return composite::swiglu(gate_up);
         }
         let gate_up = primitive(gate_up);
@@ -78,7 +84,7 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
     }
 
     fn swiglu_backward(gate_up: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        if !(is_f32(&gate_up) && is_f32(&grad)) {
+        if !(fits_kernels(&gate_up) && fits_kernels(&grad)) {
             return composite::swiglu_backward(gate_up, grad);
         }
         let (gate_up, grad) = (primitive(gate_up), primitive(grad));
@@ -87,7 +93,7 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
     }
 
     fn softmax_rows(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        if !is_f32(&x) {
+        if !fits_kernels(&x) {
             return softmax(x, 1);
         }
         let x = primitive(x);
@@ -96,7 +102,7 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
     }
 
     fn softmax_rows_backward(y: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        if !(is_f32(&y) && is_f32(&grad)) {
+        if !(fits_kernels(&y) && fits_kernels(&grad)) {
             return composite::softmax_backward(y, grad);
         }
         let (y, grad) = (primitive(y), primitive(grad));
@@ -106,7 +112,7 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
 
     fn log_softmax_parts(x: Tensor<Self, 2>) -> (Tensor<Self, 2>, Tensor<Self, 2>) {
         let [rows, columns] = x.dims();
-        if !is_f32(&x) || rows * columns == 0 {
+        if !fits_kernels(&x) || rows * columns == 0 {
             return composite::log_softmax_parts(x);
         }
         let like = primitive(x.clone());
@@ -115,9 +121,10 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
     }
 
     fn rotate(x: Tensor<Self, 4>, rotation: &Rotation<Self>) -> Tensor<Self, 4> {
-        if !(is_f32(&x) && is_f32(&rotation.cos) && is_f32(&rotation.sin)) {
+        if !(fits_kernels(&x) && fits_kernels(&rotation.cos) && fits_kernels(&rotation.sin)) {
             return rotation.apply(x);
         }
+        check_rotation(&x, rotation);
         let [batch, seq, heads, d] = x.dims();
         let [tables, _, _] = rotation.cos.dims();
         let rows = |table: &Tensor<Self, 3>| {
@@ -140,12 +147,13 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
         places: Tensor<Self, 2, Int>,
         longest: usize,
     ) -> Tensor<Self, 2> {
+        check_cache(&query, cache, &places);
         let [tokens, heads, head_dim] = query.dims();
         let [slots, kv_heads, _, key_columns] = cache.keys.dims();
         let [_, _, value_rows, _] = cache.values.dims();
-        let f32s = is_f32(&query) && is_f32(&cache.keys) && is_f32(&cache.values);
-        let fits = heads / kv_heads <= KeyValueCache::MAX_GROUP && head_dim <= KeyValueCache::MAX_HEAD_DIM;
-        if !(f32s && fits) {
+        let f32s = fits_kernels(&query) && fits_kernels(&cache.keys) && fits_kernels(&cache.values);
+        let client = R::client(&query.device());
+        if !(f32s && KeyValueCache::fits(&client, heads / kv_heads, head_dim)) {
             return composite::attend_to_cache(query, cache, places, longest);
         }
         let whole = |x: &Tensor<Self, 4>| into_contiguous(primitive(x.clone())).handle;
@@ -167,6 +175,10 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
 
     fn top_experts(logits: Tensor<Self, 2>, k: usize) -> Tensor<Self, 2, Int> {
         let [tokens, _] = logits.dims();
+        // Nothing is launched over no element, which CUDA refuses; a cast would be.
+        if tokens == 0 {
+            return Tensor::empty([0, k], &logits.device());
+        }
         let logits = primitive(logits.cast(DType::F32));
         let chosen = device::top_experts(&logits.client, &matrix(&logits), k);
         int(&logits, done(chosen), [tokens, k])
@@ -174,6 +186,14 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
 
     fn order_by_expert(expert_ids: Tensor<Self, 1, Int>, experts: usize) -> ExpertOrder<Self> {
         let [rows] = expert_ids.dims();
+        if rows == 0 {
+            let nothing = || Tensor::empty([0], &expert_ids.device());
+            return ExpertOrder {
+                order: nothing(),
+                inverse: nothing(),
+                counts: Tensor::zeros([experts], &expert_ids.device()),
+            };
+        }
         let ids = into_contiguous(expert_ids.cast(DType::I32).into_primitive());
         let sorted = device::order_by_expert(&ids.client, &ids.handle, rows, experts);
         ExpertOrder {
@@ -188,8 +208,36 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
     }
 }
 
-fn is_f32<B: Backend, const D: usize>(x: &Tensor<B, D>) -> bool {
-    x.dtype() == DType::F32
+/// # Panics
+/// When the rotations are not those of the heads' tokens.
+fn check_rotation<B: Backend>(x: &Tensor<B, 4>, rotation: &Rotation<B>) {
+    let [batch, seq, _, d] = x.dims();
+    for table in [&rotation.cos, &rotation.sin] {
+        let [tables, table_seq, table_d] = table.dims();
+        assert!(
+            [table_seq, table_d] == [seq, d] && (tables == 1 || tables == batch) && d.is_multiple_of(2),
+            "heads [{batch}, {seq}, .., {d}], rotations [{tables}, {table_seq}, {table_d}]"
+        );
+    }
+}
+
+/// # Panics
+/// When queries or places are not those of the cache.
+fn check_cache<B: Backend>(query: &Tensor<B, 3>, cache: &LayerCache<B>, places: &Tensor<B, 2, Int>) {
+    let ([tokens, heads, d], keys, values) = (query.dims(), cache.keys.dims(), cache.values.dims());
+    assert!(
+        keys[..3] == [values[0], values[1], d]
+            && values[3] == d
+            && keys[3] >= values[2]
+            && heads.is_multiple_of(keys[1]),
+        "queries [{tokens}, {heads}, {d}], keys {keys:?}, values {values:?}"
+    );
+    assert_eq!(places.dims(), [tokens, 2], "slot and position of each token");
+}
+
+/// Whether the kernels take a tensor.
+fn fits_kernels<B: Backend, const D: usize>(x: &Tensor<B, D>) -> bool {
+    x.dtype() == DType::F32 && x.shape().num_elements() <= MAX_VALUES
 }
 
 fn primitive<R, F, I, BT, const D: usize>(x: Tensor<CubeBackend<R, F, I, BT>, D>) -> CubeTensor<R>

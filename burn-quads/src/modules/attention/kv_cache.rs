@@ -22,11 +22,13 @@ impl KvCacheConfig {
     /// Allocates the cache, filled with zeros.
     pub fn init<B: Backend>(&self, device: &B::Device) -> KvCache<B> {
         let (s, h, n, d) = (self.slots, self.num_key_value_heads, self.max_seq_len, self.head_dim);
+        // One dimension: GPUs leave gaps between the rows of several, and attention reads the cache as it lies.
+        let zeros = |shape: [usize; 4]| Tensor::<B, 1>::zeros([shape.iter().product::<usize>()], device).reshape(shape);
         KvCache {
             layers: (0..self.num_layers)
                 .map(|_| LayerCache {
-                    keys: Tensor::zeros([s, h, d, n.next_multiple_of(KEY_BLOCK)], device),
-                    values: Tensor::zeros([s, h, n, d], device),
+                    keys: zeros([s, h, d, n.next_multiple_of(KEY_BLOCK)]),
+                    values: zeros([s, h, n, d]),
                 })
                 .collect(),
         }

@@ -1,14 +1,14 @@
 //! Attention of new tokens over a cache of keys and values, in place: one cube a token and key head, tile after tile of
 //! columns with the softmax carried along.
-use super::{check_f32, check_len, cube_row, row_grid};
+use super::{check_dense, check_f32, check_len, check_shared, cube_row, row_grid};
 use crate::device::matrix::{Element, Error, Matrix, allocate, array};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 /// Units of a cube, and columns of a tile.
 const TILE: usize = 128;
-/// Below every score.
-const LOWEST: f32 = -3e38;
+/// Below every other score.
+const LOWEST: f32 = f32::MIN;
 
 /// Keys and values of sequences, f32 without gaps.
 #[derive(Clone, Debug)]
@@ -34,6 +34,13 @@ impl KeyValueCache {
     pub const MAX_GROUP: usize = 16;
     /// The most channels of a head.
     pub const MAX_HEAD_DIM: usize = 256;
+
+    /// Whether the kernel can serve so many query heads a key head, of so many channels, on this device.
+    pub fn fits<R: Runtime>(client: &ComputeClient<R>, group: usize, head_dim: usize) -> bool {
+        (1..=Self::MAX_GROUP).contains(&group)
+            && (1..=Self::MAX_HEAD_DIM).contains(&head_dim)
+            && check_shared(client, "attention", shared_bytes(group, head_dim)).is_ok()
+    }
 }
 
 /// `Σ softmax(q · k / √head_dim) · v` over columns `0..=position` of each token's slot, for each head: f32
@@ -44,7 +51,8 @@ impl KeyValueCache {
 ///
 /// # Errors
 /// `query` is not f32 or has gaps; its width is not that of some whole query heads for each key head, at most
-/// [`KeyValueCache::MAX_GROUP`]; heads are wider than [`KeyValueCache::MAX_HEAD_DIM`].
+/// [`KeyValueCache::MAX_GROUP`]; heads are wider than [`KeyValueCache::MAX_HEAD_DIM`], or the device cannot hold them; keys have
+/// fewer columns than values have rows.
 pub fn cached_attention<R: Runtime>(
     client: &ComputeClient<R>,
     query: &Matrix,
@@ -56,14 +64,16 @@ pub fn cached_attention<R: Runtime>(
     let (kv_heads, d) = (cache.kv_heads, cache.head_dim);
     let group = width / (kv_heads * d).max(1);
     check_len("width of the queries", group * kv_heads * d, width)?;
-    check_len("elements from one query to the next", width, query.strides[0])?;
-    check_len("elements from one channel of a query to the next", 1, query.strides[1])?;
+    check_dense("elements from one query or channel to the next", query)?;
     check_len(
         "query heads of a key head, at most",
         group.min(KeyValueCache::MAX_GROUP),
         group,
     )?;
     check_len("channels of a head, at most", d.min(KeyValueCache::MAX_HEAD_DIM), d)?;
+    let columns = cache.key_columns.max(cache.value_rows);
+    check_len("columns of the keys, at least", columns, cache.key_columns)?;
+    check_shared(client, "attention", shared_bytes(group, d))?;
     let y = allocate(client, tokens * width);
     if tokens * width > 0 {
         let heads_of_all = cache.slots * kv_heads;
@@ -90,6 +100,11 @@ pub fn cached_attention<R: Runtime>(
         }
     }
     Ok(Matrix::contiguous(y, Element::F32, tokens, width))
+}
+
+/// What [`attend`] shares among the units of a cube.
+fn shared_bytes(group: usize, head_dim: usize) -> usize {
+    size_of::<f32>() * (group * head_dim + group * TILE + group)
 }
 
 #[cube(launch_unchecked)]

@@ -21,6 +21,8 @@ pub use swiglu::{swiglu, swiglu_backward};
 use super::matrix::{Element, Error, Matrix};
 use cubecl::prelude::*;
 
+/// Values of an operand or a result, at most.
+pub const MAX_VALUES: usize = u32::MAX as usize;
 /// Cubes along x; more go along y.
 const WIDTH: usize = 32_768;
 /// Units of a cube where each unit takes a value.
@@ -53,12 +55,41 @@ fn unit_value() -> usize {
     cube_row() * UNITS + UNIT_POS as usize
 }
 
+/// f32, and within the reach of 32-bit indices.
 fn check_f32(what: &str, matrix: &Matrix) -> Result<(), Error> {
-    match matrix.element {
-        Element::F32 => Ok(()),
-        other => Err(Error::Unsupported {
-            what: format!("{what} of {other:?}"),
+    if matrix.element != Element::F32 {
+        return Err(Error::Unsupported {
+            what: format!("{what} of {:?}", matrix.element),
             why: "it is made for f32".into(),
+        });
+    }
+    let values = matrix.span().max(matrix.rows.saturating_mul(matrix.columns));
+    match values <= MAX_VALUES {
+        true => Ok(()),
+        false => Err(Error::Unsupported {
+            what: format!("{what} over {values} values"),
+            why: "kernels count values in 32 bits".into(),
+        }),
+    }
+}
+
+/// One row, or rows one behind the other.
+fn check_dense(what: &'static str, matrix: &Matrix) -> Result<(), Error> {
+    check_len(what, 1, matrix.strides[1])?;
+    match matrix.rows > 1 {
+        true => check_len(what, matrix.columns, matrix.strides[0]),
+        false => Ok(()),
+    }
+}
+
+/// Bytes that a cube of a device may share among its units.
+fn check_shared<R: Runtime>(client: &ComputeClient<R>, what: &str, bytes: usize) -> Result<(), Error> {
+    let limit = client.properties().hardware.max_shared_memory_size;
+    match bytes <= limit {
+        true => Ok(()),
+        false => Err(Error::Unsupported {
+            what: what.into(),
+            why: format!("a cube would share {bytes} bytes, it may {limit}"),
         }),
     }
 }

@@ -1,5 +1,5 @@
 //! RMS norm of rows, and its gradients: one cube a row.
-use super::{check_f32, check_len, cube_row, row_grid, row_units, sum_over_cube};
+use super::{check_dense, check_f32, check_len, cube_row, row_grid, row_units, sum_over_cube};
 use crate::device::matrix::{Element, Error, Matrix, allocate, array};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -99,7 +99,9 @@ pub fn rms_norm_backward<R: Runtime>(
 fn check(what: &str, x: &Matrix, gamma: &Matrix) -> Result<(), Error> {
     check_f32(what, x)?;
     check_f32(what, gamma)?;
-    check_len("values of gamma", x.columns, gamma.rows * gamma.columns)
+    check_len("rows of gamma", 1, gamma.rows)?;
+    check_len("values of gamma", x.columns, gamma.columns)?;
+    check_dense("elements from one value of gamma to the next", gamma)
 }
 
 #[cube(launch_unchecked)]

@@ -1,5 +1,5 @@
 //! Rotary positions in the rotate-half form: channel `i` of a head turns with channel `i + d/2`. One unit a value.
-use super::{UNITS, check_f32, check_len, unit_value, value_grid};
+use super::{UNITS, check_dense, check_f32, check_len, unit_value, value_grid};
 use crate::device::matrix::{Element, Error, Matrix, allocate, array};
 use cubecl::prelude::*;
 
@@ -34,10 +34,15 @@ pub fn rotate_heads<R: Runtime>(
     for matrix in [cos, sin] {
         check_len("channels of the rotary table", d, matrix.columns)?;
         check_len("rows of the rotary table", cos.rows, matrix.rows)?;
+        check_dense("elements from one value of the rotary table to the next", matrix)?;
     }
     check_len("rows of heads", rows.next_multiple_of(heads.max(1)), rows)?;
     let tokens = rows / heads.max(1);
     check_len("tokens", tokens.next_multiple_of(cos.rows.max(1)), tokens)?;
+    if rows * d > 0 {
+        check_len("heads of a token, at least", heads.max(1), heads)?;
+        check_len("rows of the rotary table, at least", cos.rows.max(1), cos.rows)?;
+    }
     let y = allocate(client, rows * d);
     if rows * d > 0 {
         // SAFETY: values past the last are neither read nor written; a token's row of the table is below their number.

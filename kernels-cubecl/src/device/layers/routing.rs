@@ -1,6 +1,6 @@
 //! Where the tokens of a mixture of experts go: the experts of largest logits, and the order that puts the rows of each
 //! expert together. One launch each; nothing waits for the device.
-use super::{WIDTH, check_f32, row_grid};
+use super::{WIDTH, check_f32, check_shared, row_grid};
 use crate::device::{
     format::INFINITE,
     matrix::{Error, Matrix, allocate, array},
@@ -20,7 +20,7 @@ const NOT_A_NUMBER: f32 = -1e38;
 /// Of equal logits that of the lower expert comes first; NaN comes after every number that a model gives.
 ///
 /// # Errors
-/// `logits` is not f32, or has fewer than `k` columns.
+/// `logits` is not f32, has fewer than `k` columns, or more than the device can hold.
 pub fn top_experts<R: Runtime>(client: &ComputeClient<R>, logits: &Matrix, k: usize) -> Result<Handle, Error> {
     check_f32("a choice of experts", logits)?;
     if k > logits.columns {
@@ -30,6 +30,8 @@ pub fn top_experts<R: Runtime>(client: &ComputeClient<R>, logits: &Matrix, k: us
             actual: k,
         });
     }
+    let shared = size_of::<f32>() * logits.columns;
+    check_shared(client, &format!("a choice among {} experts", logits.columns), shared)?;
     let chosen = allocate(client, logits.rows * k);
     if logits.rows * k > 0 {
         // SAFETY: one cube a row, rows past the last are neither read nor written; ranks from `k` up are not written.
@@ -62,7 +64,7 @@ pub struct ExpertOrder {
     pub counts: Handle,
 }
 
-/// Sorts `rows` rows by expert, from the expert of each (`[rows]` i32). An id that is none of the `experts` counts as the
+/// Sorts `rows` rows by expert, from the expert of each (`[rows]` i32) of at least one. An id that is none of the `experts` counts as the
 /// nearest that is.
 pub fn order_by_expert<R: Runtime>(
     client: &ComputeClient<R>,

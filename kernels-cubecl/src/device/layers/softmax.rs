@@ -3,7 +3,8 @@ use super::{check_f32, check_len, cube_row, largest_over_cube, row_grid, row_uni
 use crate::device::matrix::{Element, Error, Matrix, allocate, array};
 use cubecl::prelude::*;
 
-/// Softmax of each row of `x` (f32 `[rows, columns]`). A row that holds NaN is NaN.
+/// Softmax of each row of `x` (f32 `[rows, columns]`). A row that holds NaN or positive infinity is NaN, and one of
+/// nothing but negative infinity.
 ///
 /// # Errors
 /// `x` is not f32.
@@ -70,7 +71,7 @@ pub fn softmax_backward<R: Runtime>(client: &ComputeClient<R>, y: &Matrix, grad:
 /// What the logarithm of a softmax is made of: `x − largest − log_sum`. Both f32 `[rows, 1]`.
 #[derive(Clone, Debug)]
 pub struct LogSoftmaxParts {
-    /// The largest of each row.
+    /// The largest of each row; anything where the row holds NaN.
     pub largest: Matrix,
     /// `ln Σ exp(x − largest)`.
     pub log_sum: Matrix,
@@ -79,9 +80,12 @@ pub struct LogSoftmaxParts {
 /// The parts of the logarithm of each row's softmax (`x` f32 `[rows, columns]`, at least one column).
 ///
 /// # Errors
-/// `x` is not f32.
+/// `x` is not f32, or has rows without columns.
 pub fn log_softmax_parts<R: Runtime>(client: &ComputeClient<R>, x: &Matrix) -> Result<LogSoftmaxParts, Error> {
     check_f32("a log-softmax", x)?;
+    if x.rows > 0 {
+        check_len("columns of a log-softmax, at least", x.columns.max(1), x.columns)?;
+    }
     let (largest, log_sum) = (allocate(client, x.rows), allocate(client, x.rows));
     if x.rows > 0 {
         let units = row_units(x.columns);

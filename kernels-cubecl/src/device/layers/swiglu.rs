@@ -112,9 +112,8 @@ fn differentiate(
         let up = gate_up[row + (d + column) * column_stride as usize];
         let slope = grad[at / d * grad_row_stride as usize + column * grad_column_stride as usize];
         let sigmoid = sigmoid(gate);
-        let silu = gate * sigmoid;
-        // silu' = σ + x·σ·(1 − σ) = silu + σ·(1 − silu)
-        out[at / d * 2 * d + column] = slope * up * (silu + sigmoid * (1.0 - silu));
-        out[at / d * 2 * d + d + column] = slope * silu;
+        // silu' = σ + x·σ·(1 − σ)
+        out[at / d * 2 * d + column] = slope * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)));
+        out[at / d * 2 * d + d + column] = slope * gate * sigmoid;
     }
 }
