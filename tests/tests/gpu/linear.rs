@@ -1,6 +1,7 @@
 //! Linear layers of Burn with packed weights.
 use crate::support::{
-    Stack, activations, assert_product, bits, data, float, lazy, on, on_flex, read, settings, tensor, tolerance, values,
+    Stack, activations, assert_product, bits, data, float, lazy, on, on_flex, read, settings, splits_f32, tensor,
+    tolerance, values,
 };
 use burn::{
     backend::Flex,
