@@ -14,9 +14,8 @@
 //!
 //! The order of a sum depends on the depth alone, not on the tile or on how the operands are read: 16 after 16, and of
 //! those `low · high` before `high · low` before `high · high`.
-use super::dense_groups::MatrixStack;
 use super::grouping::{Groups, locate};
-use super::matrix::{Matrix, array};
+use super::matrix::{Matrix, MatrixStack, array};
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use cubecl::prelude::*;

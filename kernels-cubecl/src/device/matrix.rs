@@ -106,6 +106,26 @@ impl Matrix {
     }
 }
 
+/// Strided f32 matrices `[groups, rows, columns]` in device memory.
+#[derive(Clone, Debug)]
+pub struct MatrixStack {
+    /// The buffer; element `[0, 0, 0]` lies at its start.
+    pub handle: Handle,
+    /// Matrices, and rows and columns of each.
+    pub shape: [usize; 3],
+    /// Elements from one to the next, along each dimension.
+    pub strides: [usize; 3],
+}
+
+impl MatrixStack {
+    pub(super) fn span(&self) -> usize {
+        if self.shape.contains(&0) {
+            return 0;
+        }
+        (0..3).map(|i| (self.shape[i] - 1) * self.strides[i]).sum::<usize>() + 1
+    }
+}
+
 /// Quantized activations in device memory; [`device`](super) gives the layout.
 #[derive(Clone, Debug)]
 pub struct PackedActivations {

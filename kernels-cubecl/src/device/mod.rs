@@ -40,7 +40,7 @@
 //! - `bias`: what is added to a product;
 //! - `fp8`: the baseline;
 //! - `values`: packed operands back to values;
-//! - `dense_groups`: experts that are not packed, on any runtime; `dense_mma` on bf16 tensor cores;
+//! - `dense`: what is not packed, experts on any runtime; `dense_mma`: on bf16 tensor cores;
 //! - `layers`: what a decoder layer does beside its products.
 #![allow(
     clippy::collapsible_if,
@@ -55,7 +55,7 @@ mod block_scaled_mma;
 #[cfg(any(feature = "vulkan", feature = "cuda"))]
 mod client;
 mod decode;
-mod dense_groups;
+mod dense;
 mod dense_mma;
 mod format;
 mod fp8;
@@ -75,9 +75,8 @@ pub use bias::add_bias;
 pub use client::cuda;
 #[cfg(feature = "vulkan")]
 pub use client::vulkan;
-pub use dense_groups::{
-    MatrixStack, dense_products_use_bf16, grouped_matmul_dense, grouped_outer_product, matmul_dense,
-    outer_product_dense,
+pub use dense::{
+    dense_products_use_bf16, grouped_matmul_dense, grouped_outer_product, matmul_dense, outer_product_dense,
 };
 pub use fp8::{Fp8Rows, matmul_fp8, pack_weight_fp8, quantize_fp8};
 pub use layers::{
@@ -85,7 +84,7 @@ pub use layers::{
     log_softmax_parts, order_by_expert, rms_norm, rms_norm_backward, rotate_heads, softmax, softmax_backward, swiglu,
     swiglu_backward, top_experts,
 };
-pub use matrix::{Element, Error, Matrix, PackedActivations, PackedWeight};
+pub use matrix::{Element, Error, Matrix, MatrixStack, PackedActivations, PackedWeight};
 pub use pack::{Amax, Packer, divides_exactly, pack_weight};
 pub use quantize::{DeviceMask, Residual, quantize};
 pub use route::{MatmulOptions, Route, Routing, grouped_matmul, matmul};

@@ -1,8 +1,8 @@
-//! Grouped products of dense f32 matrices: experts that are not packed, and the gradients of all of them. Like the packed
-//! products they take the counts from the device and wait for nothing; a row's bits depend on the row and the weight alone.
-//! `dense_mma` makes them where there are bf16 tensor cores, the kernels of this file anywhere.
+//! Products of dense f32 matrices: what is not packed, and the gradients of all of it. For experts, like the packed products, they
+//! take the counts from the device and wait for nothing; a row's bits depend on the row and the weight alone. `dense_mma` makes
+//! them where there are bf16 tensor cores, the kernels of this file those of experts anywhere.
 use super::grouping::{Groups, locate};
-use super::matrix::{Matrix, allocate, array};
+use super::matrix::{Matrix, MatrixStack, allocate, array};
 use super::{Element, Error, dense_mma};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -15,26 +15,6 @@ const DEPTH: usize = 16;
 const PITCH: usize = TILE + 1;
 /// Units of a cube: 16 × 16, each for 4 × 4 outputs.
 const UNITS: usize = 256;
-
-/// Strided f32 matrices `[groups, rows, columns]` in device memory.
-#[derive(Clone, Debug)]
-pub struct MatrixStack {
-    /// The buffer; element `[0, 0, 0]` lies at its start.
-    pub handle: Handle,
-    /// Matrices, and rows and columns of each.
-    pub shape: [usize; 3],
-    /// Elements from one to the next, along each dimension.
-    pub strides: [usize; 3],
-}
-
-impl MatrixStack {
-    pub(super) fn span(&self) -> usize {
-        if self.shape.contains(&0) {
-            return 0;
-        }
-        (0..3).map(|i| (self.shape[i] - 1) * self.strides[i]).sum::<usize>() + 1
-    }
-}
 
 /// `y[t] = x[t] · w[e]` for each row `t` of expert `e`: `x` is `[tokens, k]` f32, `w` `[experts, k, n]`, `counts` `[experts]`
 /// u32 with the sum `tokens`; rows are sorted by expert.
