@@ -445,11 +445,11 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    if !device::dense_products_use_bf16(&x.client) {
-        return CubeBackend::<R, F, I, BT>::float_matmul(x, w);
-    }
-    let y = device::matmul_dense(&x.client, &matrix(&x), &matrix(&w));
-    let y = y.unwrap_or_else(|error| panic!("linear: {error}"));
+    let y = match device::matmul_dense(&x.client, &matrix(&x), &matrix(&w)) {
+        Ok(y) => y,
+        Err(device::Error::Unsupported { .. }) => return CubeBackend::<R, F, I, BT>::float_matmul(x, w),
+        Err(error) => panic!("linear: {error}"),
+    };
     let shape = Shape::from([y.rows, y.columns]);
     from_matrix(&x, y, shape)
 }

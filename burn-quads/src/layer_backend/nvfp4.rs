@@ -1,4 +1,4 @@
-//! [`Nvfp4`] runs the operations of the backend that it decorates: none of them multiplies with a weight.
+//! [`Nvfp4`] runs the operations of the backend that it decorates: none of them multiplies with a packed weight.
 use super::{AttentionGradients, AttentionInput, CachedQkv, ExpertOrder, HeadNorms, LayerBackend};
 use crate::modules::{
     attention::{CacheStep, LayerCache},

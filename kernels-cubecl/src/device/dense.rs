@@ -20,7 +20,7 @@ const UNITS: usize = 256;
 /// u32 with the sum `tokens`; rows are sorted by expert.
 ///
 /// # Errors
-/// The operands differ in `k`, or `x` is not f32.
+/// The operands differ in `k`, are beyond the reach of 32-bit indices, or `x` is not f32.
 pub fn grouped_matmul_dense<R: Runtime>(
     client: &ComputeClient<R>,
     x: &Matrix,
@@ -36,6 +36,7 @@ pub fn grouped_matmul_dense<R: Runtime>(
             actual: x.columns,
         });
     }
+    check_reach([x.span(), w.span(), x.rows.saturating_mul(n)])?;
     let y = allocate(client, x.rows * n);
     if x.rows * n > 0 && experts > 0 && dense_mma::is_available(client) {
         dense_mma::launch_matmul(client, x, w, Some(counts), &y);
@@ -70,7 +71,7 @@ pub fn grouped_matmul_dense<R: Runtime>(
 /// expert without rows gets zeros.
 ///
 /// # Errors
-/// The operands differ in rows, or are not f32.
+/// The operands differ in rows, are not f32, or are beyond the reach of 32-bit indices.
 pub fn grouped_outer_product<R: Runtime>(
     client: &ComputeClient<R>,
     x: &Matrix,
@@ -88,6 +89,7 @@ pub fn grouped_outer_product<R: Runtime>(
         });
     }
     let (m, n) = (x.columns, g.columns);
+    check_reach([x.span(), g.span(), experts.saturating_mul(m).saturating_mul(n)])?;
     let out = allocate(client, experts * m * n);
     if experts * m * n > 0 && dense_mma::is_available(client) {
         dense_mma::launch_outer(client, x, g, Some(counts), experts, &out);
@@ -119,7 +121,8 @@ pub fn grouped_outer_product<R: Runtime>(
 /// row and the weight alone.
 ///
 /// # Errors
-/// The device has none ([`dense_products_use_bf16`]); the operands differ in `k`, or are not f32.
+/// The device has none ([`dense_products_use_bf16`]); the operands differ in `k`, are not f32, or are beyond the reach of 32-bit
+/// indices or of a grid.
 pub fn matmul_dense<R: Runtime>(client: &ComputeClient<R>, x: &Matrix, w: &Matrix) -> Result<Matrix, Error> {
     check_f32(x)?;
     check_f32(w)?;
@@ -133,6 +136,12 @@ pub fn matmul_dense<R: Runtime>(client: &ComputeClient<R>, x: &Matrix, w: &Matri
     }
     let (rows, n) = (x.rows, w.columns);
     check_reach([x.span(), w.span(), rows.saturating_mul(n)])?;
+    if rows > MAX_ROWS {
+        return Err(Error::Unsupported {
+            what: format!("a dense product of {rows} rows"),
+            why: format!("a grid has tiles for {MAX_ROWS}"),
+        });
+    }
     let y = allocate(client, rows * n);
     if rows * n > 0 {
         let w = MatrixStack {
@@ -148,7 +157,7 @@ pub fn matmul_dense<R: Runtime>(client: &ComputeClient<R>, x: &Matrix, w: &Matri
 /// `xᵀ · g` of f32 `[rows, m]` and `[rows, n]`, as [`matmul_dense`].
 ///
 /// # Errors
-/// The device has no bf16 tensor cores; the operands differ in rows, or are not f32.
+/// The device has no bf16 tensor cores; the operands differ in rows, are not f32, or are beyond the reach of 32-bit indices.
 pub fn outer_product_dense<R: Runtime>(client: &ComputeClient<R>, x: &Matrix, g: &Matrix) -> Result<Matrix, Error> {
     check_f32(x)?;
     check_f32(g)?;
@@ -168,6 +177,9 @@ pub fn outer_product_dense<R: Runtime>(client: &ComputeClient<R>, x: &Matrix, g:
     }
     Ok(Matrix::contiguous(out, Element::F32, m, n))
 }
+
+/// A grid has 65,535 tiles of 32 rows at least.
+const MAX_ROWS: usize = 65_535 * 32;
 
 /// Kernels count values in 32 bits.
 fn check_reach(values: [usize; 3]) -> Result<(), Error> {

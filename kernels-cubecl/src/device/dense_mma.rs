@@ -1,4 +1,4 @@
-//! Grouped products of dense f32 matrices on bf16 tensor cores.
+//! Products of dense f32 matrices on bf16 tensor cores, grouped by expert or of one weight.
 //!
 //! An f32 is split into two bf16: `high` is the value rounded, `low` what that leaves, rounded. Of the four products of two
 //! values the tensor core makes three, `high · high + high · low + low · high`, and adds them up in f32. A split leaves

@@ -1,4 +1,4 @@
-//! Grouped products of dense f32 matrices: experts that are not packed, and the gradients of all of them.
+//! Products of dense f32 matrices: experts that are not packed, the gradients of all of them, and one weight for all rows.
 use crate::{Client, Random, client, download, upload};
 use cubecl::prelude::*;
 use cubecl::server::Handle;

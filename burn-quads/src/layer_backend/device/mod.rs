@@ -229,6 +229,7 @@ fn check_cache<B: Backend>(query: &Tensor<B, 3>, cache: &LayerCache<B>, places: 
         keys[..3] == [values[0], values[1], d]
             && values[3] == d
             && keys[3] >= values[2]
+            && keys[1] > 0
             && heads.is_multiple_of(keys[1]),
         "queries [{tokens}, {heads}, {d}], keys {keys:?}, values {values:?}"
     );
@@ -250,10 +251,18 @@ where
     x.into_primitive().tensor()
 }
 
-/// An f32 tensor of rank 2, whatever its strides.
+/// An f32 tensor of rank 2, whatever its strides, within the reach of the kernels.
 fn matrix<R: CubeRuntime>(x: &CubeTensor<R>) -> Matrix {
-    let strides = x.meta.strides();
     let [rows, columns] = x.shape().dims();
+    let last = {
+        let strides = x.meta.strides();
+        rows.saturating_sub(1) * strides[0] + columns.saturating_sub(1) * strides[1]
+    };
+    let x = match last < MAX_VALUES {
+        true => x.clone(),
+        false => into_contiguous(x.clone()),
+    };
+    let strides = x.meta.strides();
     Matrix {
         strides: [strides[0], strides[1]],
         ..Matrix::contiguous(x.handle.clone(), Element::F32, rows, columns)

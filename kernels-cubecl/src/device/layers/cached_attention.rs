@@ -1,6 +1,6 @@
 //! Attention of new tokens over a cache of keys and values, in place: one cube a token and key head, tile after tile of
 //! columns with the softmax carried along.
-use super::{check_dense, check_f32, check_len, check_shared, cube_row, row_grid};
+use super::{MAX_VALUES, check_dense, check_f32, check_len, check_shared, cube_row, row_grid};
 use crate::device::matrix::{Element, Error, Matrix, allocate, array};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -52,7 +52,7 @@ impl KeyValueCache {
 /// # Errors
 /// `query` is not f32 or has gaps; its width is not that of some whole query heads for each key head, at most
 /// [`KeyValueCache::MAX_GROUP`]; heads are wider than [`KeyValueCache::MAX_HEAD_DIM`], or the device cannot hold them; keys have
-/// fewer columns than values have rows.
+/// fewer columns than values have rows, or the cache is beyond the reach of 32-bit indices.
 pub fn cached_attention<R: Runtime>(
     client: &ComputeClient<R>,
     query: &Matrix,
@@ -74,9 +74,16 @@ pub fn cached_attention<R: Runtime>(
     let columns = cache.key_columns.max(cache.value_rows);
     check_len("columns of the keys, at least", columns, cache.key_columns)?;
     check_shared(client, "attention", shared_bytes(group, d))?;
+    let heads_of_all = cache.slots.saturating_mul(kv_heads);
+    let values = heads_of_all.saturating_mul(d).saturating_mul(columns);
+    if values > MAX_VALUES {
+        return Err(Error::Unsupported {
+            what: format!("attention over a cache of {values} values"),
+            why: "kernels count values in 32 bits".into(),
+        });
+    }
     let y = allocate(client, tokens * width);
     if tokens * width > 0 {
-        let heads_of_all = cache.slots * kv_heads;
         // SAFETY: one cube a token and key head, and cubes past the last repeat it; columns are read up to the position, which
         // lies inside the cache.
         unsafe {

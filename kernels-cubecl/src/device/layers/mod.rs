@@ -1,5 +1,6 @@
 //! What a decoder layer does beside its products, each in one launch: general operations take up to dozens, and with few
-//! tokens the time is that of the launches. All f32; a row's bits depend on the row alone.
+//! tokens the time is that of the launches. All f32, of operands within the reach of 32-bit indices; a row's bits depend on the row
+//! alone.
 //!
 //! - `rms_norm`, `swiglu`, `softmax`: with their gradients;
 //! - `rotation`: rotary positions; `cached_attention`: new tokens over the keys and values of those before;
@@ -75,7 +76,9 @@ fn check_f32(what: &str, matrix: &Matrix) -> Result<(), Error> {
 
 /// One row, or rows one behind the other.
 fn check_dense(what: &'static str, matrix: &Matrix) -> Result<(), Error> {
-    check_len(what, 1, matrix.strides[1])?;
+    if matrix.columns > 1 {
+        check_len(what, 1, matrix.strides[1])?;
+    }
     match matrix.rows > 1 {
         true => check_len(what, matrix.columns, matrix.strides[0]),
         false => Ok(()),
