@@ -16,7 +16,7 @@ use burn::backend::{
     autodiff::{
         checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
         grads::Gradients,
-        ops::{Backward, Ops, OpsKind, unary},
+        ops::{Backward, Ops, unary},
     },
 };
 use burn_backend::{
@@ -26,7 +26,7 @@ use burn_backend::{
 use burn_nvfp4::{Nvfp4, Nvfp4Backend, Nvfp4Tensor, WeightFormat};
 use kernels_cubecl::Activation;
 
-use crate::layer_backend::LayerBackend;
+use crate::layer_backend::{LayerBackend, ProductGradients, product_node};
 
 /// What the layers of this crate ask of a backend beyond Burn's own operations.
 pub trait QuadsBackend: LayerBackend {
@@ -223,39 +223,13 @@ impl<B: QuadsBackend, C: CheckpointStrategy> QuadsBackend for Autodiff<B, C> {
     }
 
     fn grouped_linear(x: FloatTensor<Self>, w: FloatTensor<Self>, counts: IntTensor<Self>) -> FloatTensor<Self> {
-        #[derive(Debug)]
-        struct GroupedLinear;
-        impl<B: QuadsBackend> Backward<B, 2> for GroupedLinear {
-            // The input where the weight needs a gradient, the weight where the input needs one, and the counts.
-            type State = (Option<FloatTensor<B>>, Option<FloatTensor<B>>, IntTensor<B>);
-
-            fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-                let [node_x, node_w] = ops.parents;
-                let (x, w, counts) = ops.state;
-                let grad = grads.consume::<B>(&ops.node);
-                if let (Some(node), Some(w)) = (node_x, w) {
-                    let dx = B::grouped_linear_x_backward(grad.clone(), w, counts.clone());
-                    grads.register::<B>(node.id, dx);
-                }
-                if let (Some(node), Some(x)) = (node_w, x) {
-                    let dw = B::grouped_linear_weight_backward(x, grad, counts);
-                    grads.register::<B>(node.id, dw);
-                }
-            }
-        }
-        let state = (
-            w.is_tracked().then(|| x.primitive.clone()),
-            x.is_tracked().then(|| w.primitive.clone()),
-            counts.clone(),
-        );
-        let output = B::grouped_linear(x.primitive, w.primitive, counts);
-        match Backward::<B, 2>::prepare::<C>(GroupedLinear, [x.node, w.node])
-            .compute_bound()
-            .stateful()
-        {
-            OpsKind::Tracked(prep) => prep.finish(state, output),
-            OpsKind::UnTracked(prep) => prep.finish(output),
-        }
+        let kept = counts.clone();
+        let product = |x, w| B::grouped_linear(x, w, counts);
+        let gradients = ProductGradients {
+            dx: B::grouped_linear_x_backward,
+            dw: B::grouped_linear_weight_backward,
+        };
+        product_node::<B, C, _>(x, w, kept, product, gradients)
     }
 
     fn grouped_linear_x_backward(_: FloatTensor<Self>, _: FloatTensor<Self>, _: IntTensor<Self>) -> FloatTensor<Self> {

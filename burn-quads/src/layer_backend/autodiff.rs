@@ -21,40 +21,18 @@ impl<B: LayerBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
     }
 
     fn dense_product(x: Tensor<Self, 2>, w: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        #[derive(Debug)]
-        struct DenseProduct;
-        impl<B: LayerBackend> Backward<B, 2> for DenseProduct {
-            // The input where the weight needs a gradient, the weight where the input needs one.
-            type State = (Option<Tensor<B, 2>>, Option<Tensor<B, 2>>);
-
-            fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-                let [node_x, node_w] = ops.parents;
-                let (x, w) = ops.state;
-                let grad: Tensor<B, 2> = wrap(grads.consume::<B>(&ops.node));
-                if let (Some(node), Some(w)) = (node_x, w) {
-                    let dx = B::dense_product(grad.clone(), w.transpose());
-                    grads.register::<B>(node.id, primitive(dx));
-                }
-                if let (Some(node), Some(x)) = (node_w, x) {
-                    let dw = B::dense_product_weight_backward(x, grad);
-                    grads.register::<B>(node.id, primitive(dw));
-                }
-            }
-        }
-        let (x, w) = (primitive(x), primitive(w));
-        let (x_inner, w_inner) = (wrap::<B, 2>(x.primitive.clone()), wrap::<B, 2>(w.primitive.clone()));
-        let state = (
-            w.is_tracked().then(|| x_inner.clone()),
-            x.is_tracked().then(|| w_inner.clone()),
-        );
-        let output = primitive(B::dense_product(x_inner, w_inner));
-        let prep = Backward::<B, 2>::prepare::<C>(DenseProduct, [x.node, w.node])
-            .compute_bound()
-            .stateful();
-        wrap(match prep {
-            OpsKind::Tracked(prep) => prep.finish(state, output),
-            OpsKind::UnTracked(prep) => prep.finish(output),
-        })
+        let product = |x: FloatTensor<B>, w: FloatTensor<B>| primitive(B::dense_product(wrap(x), wrap(w)));
+        let gradients = ProductGradients {
+            dx: |grad, w, ()| primitive(B::dense_product(wrap(grad), wrap::<B, 2>(w).transpose())),
+            dw: |x, grad, ()| primitive(B::dense_product_weight_backward(wrap(x), wrap(grad))),
+        };
+        wrap(product_node::<B, C, ()>(
+            primitive(x),
+            primitive(w),
+            (),
+            product,
+            gradients,
+        ))
     }
 
     fn rms_norm(x: Tensor<Self, 2>, gamma: Tensor<Self, 1>, epsilon: f64) -> Tensor<Self, 2> {
@@ -151,6 +129,61 @@ impl<B: LayerBackend, C: CheckpointStrategy> LayerBackend for Autodiff<B, C> {
         unary_node(rows, output, order, |order, grad| {
             B::unpermute_rows_backward(grad, &order)
         })
+    }
+}
+
+/// Gradients of a product of `x` and `w`: of `x` from that of the product and `w`, of `w` from `x` and that of the product.
+#[derive(Clone, Debug)]
+pub(crate) struct ProductGradients<B: Backend, S> {
+    pub dx: fn(FloatTensor<B>, FloatTensor<B>, S) -> FloatTensor<B>,
+    pub dw: fn(FloatTensor<B>, FloatTensor<B>, S) -> FloatTensor<B>,
+}
+
+/// A product as one node. `x` is kept where `w` needs a gradient, and the other way round; `kept` is what gradients need besides.
+pub(crate) fn product_node<B: Backend, C: CheckpointStrategy, S: Clone + Send + fmt::Debug + 'static>(
+    x: FloatTensor<Autodiff<B, C>>,
+    w: FloatTensor<Autodiff<B, C>>,
+    kept: S,
+    product: impl FnOnce(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>,
+    gradients: ProductGradients<B, S>,
+) -> FloatTensor<Autodiff<B, C>> {
+    #[derive(Debug)]
+    struct Product<S>(PhantomData<S>);
+    impl<B: Backend, S: Clone + Send + fmt::Debug + 'static> Backward<B, 2> for Product<S> {
+        type State = (
+            Option<FloatTensor<B>>,
+            Option<FloatTensor<B>>,
+            S,
+            ProductGradients<B, S>,
+        );
+
+        fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+            let [node_x, node_w] = ops.parents;
+            let (x, w, kept, gradients) = ops.state;
+            let grad = grads.consume::<B>(&ops.node);
+            if let (Some(node), Some(w)) = (node_x, w) {
+                let dx = (gradients.dx)(grad.clone(), w, kept.clone());
+                grads.register::<B>(node.id, dx);
+            }
+            if let (Some(node), Some(x)) = (node_w, x) {
+                let dw = (gradients.dw)(x, grad, kept);
+                grads.register::<B>(node.id, dw);
+            }
+        }
+    }
+    let state = (
+        w.is_tracked().then(|| x.primitive.clone()),
+        x.is_tracked().then(|| w.primitive.clone()),
+        kept,
+        gradients,
+    );
+    let output = product(x.primitive, w.primitive);
+    let prep = Backward::<B, 2>::prepare::<C>(Product(PhantomData::<S>), [x.node, w.node])
+        .compute_bound()
+        .stateful();
+    match prep {
+        OpsKind::Tracked(prep) => prep.finish(state, output),
+        OpsKind::UnTracked(prep) => prep.finish(output),
     }
 }
 

@@ -7,7 +7,10 @@ use crate::modules::{
 };
 use burn::{
     prelude::Backend,
-    tensor::{Bool, IndexingUpdateOp, Int, Tensor, TensorData, activation::sigmoid},
+    tensor::{
+        Bool, IndexingUpdateOp, Int, Tensor, TensorData,
+        activation::{sigmoid, softmax},
+    },
 };
 
 pub(super) fn rms_norm<B: Backend>(x: Tensor<B, 2>, gamma: Tensor<B, 1>, epsilon: f64) -> Tensor<B, 2> {
@@ -74,7 +77,11 @@ pub(super) fn swiglu_backward<B: Backend>(gate_up: Tensor<B, 2>, grad: Tensor<B,
     Tensor::cat(vec![grad * up * slope, d_up], 1)
 }
 
-pub(super) fn softmax_backward<B: Backend>(y: Tensor<B, 2>, grad: Tensor<B, 2>) -> Tensor<B, 2> {
+pub(super) fn softmax_rows<B: Backend>(x: Tensor<B, 2>) -> Tensor<B, 2> {
+    softmax(x, 1)
+}
+
+pub(super) fn softmax_rows_backward<B: Backend>(y: Tensor<B, 2>, grad: Tensor<B, 2>) -> Tensor<B, 2> {
     let along = (grad.clone() * y.clone()).sum_dim(1);
     y * (grad - along)
 }

@@ -28,6 +28,8 @@ mod nvfp4;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use autodiff::{ProductGradients, product_node};
+
 use crate::modules::{
     attention::{CacheStep, LayerCache},
     rotary::{RotaryEmbedding, Rotation},
@@ -35,7 +37,7 @@ use crate::modules::{
 use burn::{
     nn::RmsNorm,
     prelude::Backend,
-    tensor::{Bool, DType, Int, Tensor, activation::softmax},
+    tensor::{Bool, DType, Int, Tensor},
 };
 
 /// Score of a key that must not be attended to. Finite, so that a row without any key (padding) stays finite too: its
@@ -160,12 +162,12 @@ pub trait LayerBackend: Backend {
 
     /// Softmax of each row of `[rows, columns]`.
     fn softmax_rows(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        softmax(x, 1)
+        composite::softmax_rows(x)
     }
 
     /// The gradient of `x` from the result `y` of [`Self::softmax_rows`] and that of the result.
     fn softmax_rows_backward(y: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
-        composite::softmax_backward(y, grad)
+        composite::softmax_rows_backward(y, grad)
     }
 
     /// What the logarithm of a row's softmax is made of: the row less its largest value, `[rows, columns]`, and the logarithm of

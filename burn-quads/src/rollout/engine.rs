@@ -305,7 +305,7 @@ impl<B: Backend, M: CachedLm<B>> Run<'_, B, M> {
                 let sequence = self.scheduler.sequence(slot);
                 match self.given {
                     Some(given) => Choice::Given(given[sequence.request][sequence.sampled()]),
-                    None if temperature == 0.0 => Choice::Largest,
+                    None if temperature == 0.0 => Choice::Drawn(0.0),
                     None => Choice::Drawn(sequence.rng.random()),
                 }
             })
@@ -315,7 +315,6 @@ impl<B: Backend, M: CachedLm<B>> Run<'_, B, M> {
             .with_min_len(LOGITS_A_TASK.div_ceil(vocab))
             .map(|(row, choice)| match *choice {
                 Choice::Given(token) => take(row, temperature, token),
-                Choice::Largest => sample(row, 0.0, 0.0),
                 Choice::Drawn(number) => sample(row, temperature, number),
             })
             .collect();
@@ -341,7 +340,7 @@ const LOGITS_A_TASK: usize = 1 << 14;
 /// How a row's token is chosen.
 enum Choice {
     Given(u32),
-    Largest,
+    /// With a number, which temperature 0 does not need.
     Drawn(f64),
 }
 

@@ -1,7 +1,8 @@
 //! Products of dense f32 matrices: what is not packed, and the gradients of all of it. For experts, like the packed products, they
 //! take the counts from the device and wait for nothing; a row's bits depend on the row and the weight alone. `dense_mma` makes
 //! them where there are bf16 tensor cores, the kernels of this file those of experts anywhere.
-use super::grouping::{Groups, locate};
+use super::check::{check_f32, check_len, check_reach};
+use super::grouping::{Groups, locate, rows_of_expert};
 use super::matrix::{Matrix, MatrixStack, allocate, array};
 use super::{Element, Error, dense_mma};
 use cubecl::prelude::*;
@@ -16,6 +17,9 @@ const PITCH: usize = TILE + 1;
 /// Units of a cube: 16 × 16, each for 4 × 4 outputs.
 const UNITS: usize = 256;
 
+/// In errors.
+const PRODUCT: &str = "a dense product";
+
 /// `y[t] = x[t] · w[e]` for each row `t` of expert `e`: `x` is `[tokens, k]` f32, `w` `[experts, k, n]`, `counts` `[experts]`
 /// u32 with the sum `tokens`; rows are sorted by expert.
 ///
@@ -28,15 +32,10 @@ pub fn grouped_matmul_dense<R: Runtime>(
     counts: &Handle,
 ) -> Result<Matrix, Error> {
     let [experts, k, n] = w.shape;
-    check_f32(x)?;
-    if x.columns != k {
-        return Err(Error::Mismatch {
-            what: "contraction length of the activations",
-            expected: k,
-            actual: x.columns,
-        });
-    }
-    check_reach([x.span(), w.span(), x.rows.saturating_mul(n)])?;
+    check_f32(PRODUCT, x)?;
+    check_len("contraction length of the activations", k, x.columns)?;
+    check_reach(PRODUCT, w.span())?;
+    check_reach(PRODUCT, x.rows.saturating_mul(n))?;
     let y = allocate(client, x.rows * n);
     if x.rows * n > 0 && experts > 0 && dense_mma::is_available(client) {
         dense_mma::launch_matmul(client, x, w, Some(counts), &y);
@@ -79,17 +78,7 @@ pub fn grouped_outer_product<R: Runtime>(
     counts: &Handle,
     experts: usize,
 ) -> Result<Handle, Error> {
-    check_f32(x)?;
-    check_f32(g)?;
-    if x.rows != g.rows {
-        return Err(Error::Mismatch {
-            what: "rows of the gradient",
-            expected: x.rows,
-            actual: g.rows,
-        });
-    }
-    let (m, n) = (x.columns, g.columns);
-    check_reach([x.span(), g.span(), experts.saturating_mul(m).saturating_mul(n)])?;
+    let (m, n) = check_outer(x, g, experts)?;
     let out = allocate(client, experts * m * n);
     if experts * m * n > 0 && dense_mma::is_available(client) {
         dense_mma::launch_outer(client, x, g, Some(counts), experts, &out);
@@ -124,18 +113,12 @@ pub fn grouped_outer_product<R: Runtime>(
 /// The device has none ([`dense_products_use_bf16`]); the operands differ in `k`, are not f32, or are beyond the reach of 32-bit
 /// indices or of a grid.
 pub fn matmul_dense<R: Runtime>(client: &ComputeClient<R>, x: &Matrix, w: &Matrix) -> Result<Matrix, Error> {
-    check_f32(x)?;
-    check_f32(w)?;
+    check_f32(PRODUCT, x)?;
+    check_f32(PRODUCT, w)?;
     check_bf16(client)?;
-    if x.columns != w.rows {
-        return Err(Error::Mismatch {
-            what: "contraction length of the activations",
-            expected: w.rows,
-            actual: x.columns,
-        });
-    }
+    check_len("contraction length of the activations", w.rows, x.columns)?;
     let (rows, n) = (x.rows, w.columns);
-    check_reach([x.span(), w.span(), rows.saturating_mul(n)])?;
+    check_reach(PRODUCT, rows.saturating_mul(n))?;
     if rows > MAX_ROWS {
         return Err(Error::Unsupported {
             what: format!("a dense product of {rows} rows"),
@@ -159,18 +142,8 @@ pub fn matmul_dense<R: Runtime>(client: &ComputeClient<R>, x: &Matrix, w: &Matri
 /// # Errors
 /// The device has no bf16 tensor cores; the operands differ in rows, are not f32, or are beyond the reach of 32-bit indices.
 pub fn outer_product_dense<R: Runtime>(client: &ComputeClient<R>, x: &Matrix, g: &Matrix) -> Result<Matrix, Error> {
-    check_f32(x)?;
-    check_f32(g)?;
     check_bf16(client)?;
-    if x.rows != g.rows {
-        return Err(Error::Mismatch {
-            what: "rows of the gradient",
-            expected: x.rows,
-            actual: g.rows,
-        });
-    }
-    let (m, n) = (x.columns, g.columns);
-    check_reach([x.span(), g.span(), m.saturating_mul(n)])?;
+    let (m, n) = check_outer(x, g, 1)?;
     let out = allocate(client, m * n);
     if m * n > 0 {
         dense_mma::launch_outer(client, x, g, None, 1, &out);
@@ -181,15 +154,14 @@ pub fn outer_product_dense<R: Runtime>(client: &ComputeClient<R>, x: &Matrix, g:
 /// A grid has 65,535 tiles of 32 rows at least.
 const MAX_ROWS: usize = 65_535 * 32;
 
-/// Kernels count values in 32 bits.
-fn check_reach(values: [usize; 3]) -> Result<(), Error> {
-    match values.into_iter().max() {
-        Some(most) if most > super::MAX_VALUES => Err(Error::Unsupported {
-            what: format!("a dense product over {most} values"),
-            why: "kernels count values in 32 bits".into(),
-        }),
-        _ => Ok(()),
-    }
+/// Columns of `x` and of `g`, of which each expert's product has as many rows and columns.
+fn check_outer(x: &Matrix, g: &Matrix, experts: usize) -> Result<(usize, usize), Error> {
+    check_f32(PRODUCT, x)?;
+    check_f32(PRODUCT, g)?;
+    check_len("rows of the gradient", x.rows, g.rows)?;
+    let (m, n) = (x.columns, g.columns);
+    check_reach(PRODUCT, experts.saturating_mul(m).saturating_mul(n))?;
+    Ok((m, n))
 }
 
 fn check_bf16<R: Runtime>(client: &ComputeClient<R>) -> Result<(), Error> {
@@ -206,16 +178,6 @@ fn check_bf16<R: Runtime>(client: &ComputeClient<R>) -> Result<(), Error> {
 /// `(3 · 2^-16 + (k + 8) · 2^-23) · Σ|x · w|` at most, of values above 2^-117; elsewhere by `(k + 8) · 2^-23 · Σ|x · w|`.
 pub fn dense_products_use_bf16<R: Runtime>(client: &ComputeClient<R>) -> bool {
     dense_mma::is_available(client)
-}
-
-fn check_f32(matrix: &Matrix) -> Result<(), Error> {
-    match matrix.element {
-        Element::F32 => Ok(()),
-        other => Err(Error::Unsupported {
-            what: format!("a dense product of {other:?}"),
-            why: "it is made for f32".into(),
-        }),
-    }
 }
 
 /// Grid: x over columns of the output, y over tiles of tokens.
@@ -300,18 +262,13 @@ fn outer_product(
     let m = m as usize;
     let n = n as usize;
     let expert = CUBE_POS_Z as usize;
-    let mut first = 0usize;
-    for before in 0..expert {
-        first += counts[before] as usize;
-    }
-    let last = min(first + counts[expert] as usize, tokens as usize);
+    let (first, last) = rows_of_expert(counts, expert, tokens, true);
     let row = CUBE_POS_Y as usize * TILE;
     let column = CUBE_POS_X as usize * TILE;
     let mut tile_x = SharedMemory::<f32>::new(DEPTH * PITCH);
     let mut tile_g = SharedMemory::<f32>::new(DEPTH * PITCH);
     let mut sums = zero_sums();
-    let steps = select(first < last, (last - min(first, last)).div_ceil(DEPTH), 0usize);
-    for step in 0..steps {
+    for step in 0..(last - first).div_ceil(DEPTH) {
         sync_cube();
         #[unroll]
         for i in 0..comptime!(DEPTH * TILE / UNITS) {

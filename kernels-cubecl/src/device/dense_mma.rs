@@ -14,7 +14,7 @@
 //!
 //! The order of a sum depends on the depth alone, not on the tile or on how the operands are read: 16 after 16, and of
 //! those `low · high` before `high · low` before `high · high`.
-use super::grouping::{Groups, locate};
+use super::grouping::{Groups, locate, rows_of_expert};
 use super::matrix::{Matrix, MatrixStack, array};
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
@@ -287,15 +287,7 @@ fn outer_product(
     let m = m as usize;
     let n = n as usize;
     let expert = CUBE_POS_Z as usize;
-    let mut first = 0usize;
-    let mut last = tokens as usize;
-    if comptime!(grouped) {
-        for before in 0..expert {
-            first += counts[before] as usize;
-        }
-        last = min(first + counts[expert] as usize, tokens as usize);
-    }
-    let first = min(first, last);
+    let (first, last) = rows_of_expert(counts, expert, tokens, grouped);
     let row = CUBE_POS_Y as usize * plan.left.lines;
     let column = CUBE_POS_X as usize * plan.right.lines;
     let left = Place {

@@ -8,6 +8,7 @@
 //! The tensor-core kernel is made for few rows: weights are the 16-row operand, a warp walks over `k` in chunks of 256 of
 //! which each lane holds 64 consecutive values of two rows, and `splits` warps take chunks in turn. More rows come in
 //! further cubes.
+use super::check::check_len;
 use super::format::{INFINITE, e4m3_encode, scale_output};
 use super::grouping::{Groups, locate, source_row};
 use super::matrix::{Element, Error, Matrix, allocate, array};
@@ -239,19 +240,9 @@ pub fn matmul_fp8<R: Runtime>(
     routing: Option<&Routing>,
     options: MatmulOptions,
 ) -> Result<Matrix, Error> {
-    if x.k != w.k {
-        return Err(Error::Mismatch {
-            what: "contraction length of the activations",
-            expected: w.k,
-            actual: x.k,
-        });
-    }
-    if routing.is_none() && w.experts != 1 {
-        return Err(Error::Mismatch {
-            what: "experts of a dense matmul",
-            expected: 1,
-            actual: w.experts,
-        });
+    check_len("contraction length of the activations", w.k, x.k)?;
+    if routing.is_none() {
+        check_len("experts of a dense matmul", 1, w.experts)?;
     }
     let tensor_cores = has_tensor_cores(client);
     let route = options

@@ -112,6 +112,25 @@ pub(super) fn locate(
     (expert, first, last)
 }
 
+/// An expert's first row and their end, of `rows` that are sorted by expert; without `grouped` all rows.
+#[cube]
+pub(super) fn rows_of_expert(
+    counts: &Array<u32>,
+    expert: usize,
+    rows: u32,
+    #[comptime] grouped: bool,
+) -> (usize, usize) {
+    let mut first = 0usize;
+    let mut last = rows as usize;
+    if comptime!(grouped) {
+        for before in 0..expert {
+            first += counts[before] as usize;
+        }
+        last = min(first + counts[expert] as usize, rows as usize);
+    }
+    (min(first, last), last)
+}
+
 /// The row of activations of a token, which must be one of those that there are.
 #[cube]
 pub(super) fn source_row(gather: &Array<u32>, token: usize, #[comptime] gathered: bool) -> usize {

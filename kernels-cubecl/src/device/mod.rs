@@ -31,6 +31,7 @@
 //!
 //! # Modules, in reading order
 //!
+//! - `matrix`, `check`: buffers with their shapes, and what they must be;
 //! - `format`: the number formats in kernel code;
 //! - `quantize`: activations to codes, with the residual pass;
 //! - `pack`: weights to codes;
@@ -52,6 +53,7 @@
 mod bf16_mma;
 mod bias;
 mod block_scaled_mma;
+mod check;
 #[cfg(any(feature = "vulkan", feature = "cuda"))]
 mod client;
 mod decode;
@@ -71,6 +73,7 @@ mod selection;
 mod values;
 
 pub use bias::add_bias;
+pub use check::MAX_VALUES;
 #[cfg(feature = "cuda")]
 pub use client::cuda;
 #[cfg(feature = "vulkan")]
@@ -80,9 +83,9 @@ pub use dense::{
 };
 pub use fp8::{Fp8Rows, matmul_fp8, pack_weight_fp8, quantize_fp8};
 pub use layers::{
-    ExpertOrder, KeyValueCache, LogSoftmaxParts, MAX_VALUES, RmsNormGradients, RotaryRows, cached_attention,
-    log_softmax_parts, order_by_expert, rms_norm, rms_norm_backward, rotate_heads, softmax, softmax_backward, swiglu,
-    swiglu_backward, top_experts,
+    ExpertOrder, KeyValueCache, LogSoftmaxParts, RmsNormGradients, RotaryRows, cached_attention, log_softmax_parts,
+    order_by_expert, rms_norm, rms_norm_backward, rotate_heads, softmax, softmax_backward, swiglu, swiglu_backward,
+    top_experts,
 };
 pub use matrix::{Element, Error, Matrix, MatrixStack, PackedActivations, PackedWeight};
 pub use pack::{Amax, Packer, divides_exactly, pack_weight};

@@ -4,6 +4,7 @@
 //! TransformerEngine's recipe divides: `1/S` and `1/(sf · 1/S)`. Where a device's division is not correctly rounded
 //! ([`divides_exactly`] finds out), [`Packer`] packs on the host.
 use super::K_STEP;
+use super::check::check_len;
 use super::format::{INFINITE, e2m1_encode, e4m3_decode, e4m3_encode};
 use super::matrix::{Error, PackedWeight, allocate, array, upload};
 use crate::nvfp4::SIXTH;
@@ -113,13 +114,7 @@ impl Packer {
         if self.on_device || experts * rows * k == 0 {
             return pack_weight(client, w, shape, layout, amax);
         }
-        if amax.experts != experts {
-            return Err(Error::Mismatch {
-                what: "experts of an amax",
-                expected: experts,
-                actual: amax.experts,
-            });
-        }
+        check_len("experts of an amax", experts, amax.experts)?;
         let values = super::matrix::read::<R, f32>(client, w, experts * rows * k, "a weight")?;
         let largest = super::matrix::read::<R, f32>(client, &amax.largest, experts, "amax of a weight")?;
         let experts = values.chunks(rows * k).zip(largest);
@@ -147,13 +142,7 @@ pub fn pack_weight<R: Runtime>(
     if !k.is_multiple_of(BLOCK) {
         return Err(crate::Error::UnalignedK { k }.into());
     }
-    if amax.experts != experts {
-        return Err(Error::Mismatch {
-            what: "experts of an amax",
-            expected: experts,
-            actual: amax.experts,
-        });
-    }
+    check_len("experts of an amax", experts, amax.experts)?;
     let kp = k.next_multiple_of(K_STEP);
     let packed = PackedWeight {
         codes: allocate(client, experts * rows * kp / 8),

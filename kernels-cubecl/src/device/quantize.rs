@@ -3,6 +3,7 @@
 //! One cube a row. A unit (thread) keeps its blocks of 16 in registers: it takes their amax, waits for the row's, encodes,
 //! subtracts what the codes give, and encodes the selected rest once more. Every product is exact because the row's
 //! scale is a power of two, so contraction to fused multiply-adds changes no bit.
+use super::check::check_len;
 use super::format::{BIASES, INFINITE, e2m1_biased, e2m1_value, e4m3_decode, e4m3_encode};
 use super::matrix::{Element, Error, Matrix, PackedActivations, allocate, array, upload};
 use super::{K_STEP, selection};
@@ -158,14 +159,8 @@ pub fn quantize<R: Runtime>(
 ) -> Result<PackedActivations, Error> {
     let (tokens, k) = (x.rows, x.columns);
     Activation::Nvfp4.check(k)?;
-    if let Residual::Mask(mask) = residual
-        && mask.k != k
-    {
-        return Err(Error::Mismatch {
-            what: "channels of a residual mask",
-            expected: k,
-            actual: mask.k,
-        });
+    if let Residual::Mask(mask) = residual {
+        check_len("channels of a residual mask", k, mask.k)?;
     }
     let kp = k.next_multiple_of(K_STEP);
     let kind = residual.kind();

@@ -1,4 +1,5 @@
 //! Which kernel multiplies: one entry, a choice by what the device reports and by the shape, and the launch.
+use super::check::check_len;
 use super::grouping::Groups;
 use super::matrix::{Element, Error, Matrix, PackedActivations, PackedWeight, allocate};
 use super::{bf16_mma, block_scaled_mma, decode, portable};
@@ -105,13 +106,7 @@ pub fn matmul<R: Runtime>(
     w: &PackedWeight,
     options: MatmulOptions,
 ) -> Result<Matrix, Error> {
-    if w.experts != 1 {
-        return Err(Error::Mismatch {
-            what: "experts of a dense matmul",
-            expected: 1,
-            actual: w.experts,
-        });
-    }
+    check_len("experts of a dense matmul", 1, w.experts)?;
     let route = options.route.unwrap_or_else(|| Route::pick(client, x.tokens));
     multiply(client, x, w, None, route, options.output)
 }
@@ -129,12 +124,8 @@ pub fn grouped_matmul<R: Runtime>(
     routing: &Routing,
     options: MatmulOptions,
 ) -> Result<Matrix, Error> {
-    if routing.gather.is_none() && routing.tokens != x.tokens {
-        return Err(Error::Mismatch {
-            what: "rows of a grouped matmul",
-            expected: x.tokens,
-            actual: routing.tokens,
-        });
+    if routing.gather.is_none() {
+        check_len("rows of a grouped matmul", x.tokens, routing.tokens)?;
     }
     let each = routing.tokens.div_ceil(w.experts.max(1));
     let route = options.route.unwrap_or_else(|| Route::pick(client, each));
@@ -149,13 +140,7 @@ fn multiply<R: Runtime>(
     route: Route,
     output: Element,
 ) -> Result<Matrix, Error> {
-    if x.k != w.k {
-        return Err(Error::Mismatch {
-            what: "contraction length of the activations",
-            expected: w.k,
-            actual: x.k,
-        });
-    }
+    check_len("contraction length of the activations", w.k, x.k)?;
     if !route.is_available(client) {
         return Err(Error::Unsupported {
             what: format!("{route:?}"),

@@ -1,5 +1,5 @@
 //! Attention over a cache against sums in f64.
-use crate::{Client, Random, client, download, upload};
+use crate::{Client, Random, client, download, upload, upload_i32};
 use cubecl::server::Handle;
 use kernels_cubecl::device::{Element, KeyValueCache, Matrix, cached_attention};
 
@@ -122,9 +122,7 @@ impl Case {
             self.places.len(),
             kv_heads * group * d,
         );
-        let mut places: Vec<u8> = self.places.iter().flatten().flat_map(|i| i.to_le_bytes()).collect();
-        places.resize(places.len().max(16), 0);
-        (query, cache, client.create_from_slice(&places))
+        (query, cache, upload_i32(client, self.places.as_flattened()))
     }
 
     fn run(&self, client: &Client) -> Vec<f32> {

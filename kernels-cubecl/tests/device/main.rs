@@ -16,6 +16,7 @@ mod quantize;
 mod routing;
 
 use cubecl::prelude::*;
+use cubecl::server::Handle;
 use kernels_cubecl::device::{self, Element, Matrix};
 
 #[cfg(feature = "cuda")]
@@ -110,6 +111,13 @@ pub fn upload(client: &Client, element: Element, values: &[f32], rows: usize, co
     let mut bytes = to_bytes(element, values);
     bytes.resize(bytes.len().next_multiple_of(16).max(16), 0);
     Matrix::contiguous(client.create_from_slice(&bytes), element, rows, columns)
+}
+
+/// Whole numbers on the device; an empty buffer gets some words, since some runtimes have none.
+pub fn upload_i32(client: &Client, values: &[i32]) -> Handle {
+    let mut words = values.to_vec();
+    words.resize(words.len().max(4), 0);
+    client.create_from_slice(i32::as_bytes(&words))
 }
 
 /// The values of a matrix.

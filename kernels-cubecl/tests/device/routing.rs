@@ -1,5 +1,5 @@
 //! The choice of experts, and the order of rows by expert.
-use crate::{Client, Random, client, upload};
+use crate::{Client, Random, client, upload, upload_i32};
 use cubecl::server::Handle;
 use kernels_cubecl::device::{Element, Matrix, order_by_expert, top_experts};
 
@@ -99,9 +99,7 @@ fn rows_of_an_expert_come_together_and_stay_in_order() {
             .map(|_| (random.bits() % experts as u32) as i32 / 2 * 2)
             .collect();
         let ids: Vec<i32> = ids.into_iter().map(|id| id.min(experts - 1)).collect();
-        let mut bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
-        bytes.resize(bytes.len().max(16), 0);
-        let sorted = order_by_expert(&client, &client.create_from_slice(&bytes), rows, experts as usize);
+        let sorted = order_by_expert(&client, &upload_i32(&client, &ids), rows, experts as usize);
 
         let mut order: Vec<i32> = (0..rows as i32).collect();
         order.sort_by_key(|row| ids[*row as usize]);
@@ -124,9 +122,8 @@ fn rows_of_an_expert_come_together_and_stay_in_order() {
 #[test]
 fn ids_that_are_no_experts_have_places_too() {
     let Some(client) = client() else { return };
-    let ids = [2, -1, 9, 0, i32::MIN, i32::MAX, 1, 1];
-    let bytes: Vec<u8> = ids.iter().flat_map(|id: &i32| id.to_le_bytes()).collect();
-    let sorted = order_by_expert(&client, &client.create_from_slice(&bytes), 8, 3);
+    let ids = upload_i32(&client, &[2, -1, 9, 0, i32::MIN, i32::MAX, 1, 1]);
+    let sorted = order_by_expert(&client, &ids, 8, 3);
     assert_eq!(read(&client, &sorted.order, 8), [1, 3, 4, 6, 7, 0, 2, 5]);
     assert_eq!(read(&client, &sorted.inverse, 8), [5, 0, 6, 1, 2, 7, 3, 4]);
     assert_eq!(read(&client, &sorted.counts, 3), [3, 2, 3]);

@@ -5,7 +5,7 @@ use crate::{
     layer_backend::{ExpertOrder, LayerBackend, composite, takes_dense_product},
     modules::{attention::LayerCache, rotary::Rotation},
 };
-use burn::tensor::{DType, Int, Shape, Tensor, TensorPrimitive, activation::softmax};
+use burn::tensor::{DType, Int, Shape, Tensor, TensorPrimitive};
 use burn_backend::{
     Element as _,
     tensor::{FloatTensor, IntElem},
@@ -128,7 +128,7 @@ impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
 
     fn softmax_rows(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
         if !fits_kernels(&x) {
-            return softmax(x, 1);
+            return composite::softmax_rows(x);
         }
         let shape = x.shape();
         one("quads_softmax_rows", [primitive(x)], shape, |call| {
@@ -138,7 +138,7 @@ impl<B: FusionBackend + LayerBackend> LayerBackend for Fusion<B> {
 
     fn softmax_rows_backward(y: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
         if !(fits_kernels(&y) && fits_kernels(&grad)) {
-            return composite::softmax_backward(y, grad);
+            return composite::softmax_rows_backward(y, grad);
         }
         assert_eq!(y.dims(), grad.dims(), "the rows, and their gradient");
         let shape = y.shape();

@@ -10,7 +10,7 @@ use super::{ExpertOrder, LayerBackend, composite, takes_dense_product};
 use crate::modules::{attention::LayerCache, rotary::Rotation};
 use burn::{
     prelude::Backend,
-    tensor::{DType, Int, Shape, Tensor, TensorPrimitive, activation::softmax},
+    tensor::{DType, Int, Shape, Tensor, TensorPrimitive},
 };
 use burn_backend::TensorMetadata;
 use burn_cubecl::{
@@ -94,7 +94,7 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
 
     fn softmax_rows(x: Tensor<Self, 2>) -> Tensor<Self, 2> {
         if !fits_kernels(&x) {
-            return softmax(x, 1);
+            return composite::softmax_rows(x);
         }
         let x = primitive(x);
         let y = device::softmax(&x.client, &matrix(&x));
@@ -103,7 +103,7 @@ impl<R: CubeRuntime, F: FloatElement, I: IntElement, BT: BoolElement> LayerBacke
 
     fn softmax_rows_backward(y: Tensor<Self, 2>, grad: Tensor<Self, 2>) -> Tensor<Self, 2> {
         if !(fits_kernels(&y) && fits_kernels(&grad)) {
-            return composite::softmax_backward(y, grad);
+            return composite::softmax_rows_backward(y, grad);
         }
         let (y, grad) = (primitive(y), primitive(grad));
         let dx = device::softmax_backward(&y.client, &matrix(&y), &matrix(&grad));

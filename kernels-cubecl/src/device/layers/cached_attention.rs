@@ -1,7 +1,10 @@
 //! Attention of new tokens over a cache of keys and values, in place: one cube a token and key head, tile after tile of
 //! columns with the softmax carried along.
-use super::{MAX_VALUES, check_dense, check_f32, check_len, check_shared, cube_row, row_grid};
-use crate::device::matrix::{Element, Error, Matrix, allocate, array};
+use super::{Reduction, cube_row, reduce_over_cube, row_grid};
+use crate::device::{
+    check::{check_dense, check_f32, check_len, check_reach, check_shared},
+    matrix::{Element, Error, Matrix, allocate, array},
+};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -75,13 +78,10 @@ pub fn cached_attention<R: Runtime>(
     check_len("columns of the keys, at least", columns, cache.key_columns)?;
     check_shared(client, "attention", shared_bytes(group, d))?;
     let heads_of_all = cache.slots.saturating_mul(kv_heads);
-    let values = heads_of_all.saturating_mul(d).saturating_mul(columns);
-    if values > MAX_VALUES {
-        return Err(Error::Unsupported {
-            what: format!("attention over a cache of {values} values"),
-            why: "kernels count values in 32 bits".into(),
-        });
-    }
+    check_reach(
+        "attention to a cache",
+        heads_of_all.saturating_mul(d).saturating_mul(columns),
+    )?;
     let y = allocate(client, tokens * width);
     if tokens * width > 0 {
         // SAFETY: one cube a token and key head, and cubes past the last repeat it; columns are read up to the position, which
@@ -182,19 +182,7 @@ fn attend(
         for q in 0..group {
             shared[comptime!(q * TILE) + unit_pos] = select(inside, scores[q], LOWEST);
         }
-        #[unroll]
-        for level in 0..comptime!(TILE.trailing_zeros() as usize) {
-            let half = comptime!(TILE >> (level + 1));
-            sync_cube();
-            if unit_pos < half {
-                #[unroll]
-                for q in 0..group {
-                    let at = comptime!(q * TILE) + unit_pos;
-                    shared[at] = max(shared[at], shared[at + half]);
-                }
-            }
-        }
-        sync_cube();
+        reduce_over_cube(&mut shared, group, TILE, Reduction::Largest);
         let mut now = Array::<f32>::new(group);
         #[unroll]
         for q in 0..group {
@@ -232,19 +220,7 @@ fn attend(
     for q in 0..group {
         shared[comptime!(q * TILE) + unit_pos] = sums[q];
     }
-    #[unroll]
-    for level in 0..comptime!(TILE.trailing_zeros() as usize) {
-        let half = comptime!(TILE >> (level + 1));
-        sync_cube();
-        if unit_pos < half {
-            #[unroll]
-            for q in 0..group {
-                let at = comptime!(q * TILE) + unit_pos;
-                shared[at] += shared[at + half];
-            }
-        }
-    }
-    sync_cube();
+    reduce_over_cube(&mut shared, group, TILE, Reduction::Sum);
     #[unroll]
     for o in 0..outputs {
         let at = comptime!(o * TILE) + unit_pos;

@@ -19,11 +19,8 @@ pub use routing::{ExpertOrder, order_by_expert, top_experts};
 pub use softmax::{LogSoftmaxParts, log_softmax_parts, softmax, softmax_backward};
 pub use swiglu::{swiglu, swiglu_backward};
 
-use super::matrix::{Element, Error, Matrix};
 use cubecl::prelude::*;
 
-/// Values of an operand or a result, at most.
-pub const MAX_VALUES: usize = u32::MAX as usize;
 /// Cubes along x; more go along y.
 const WIDTH: usize = 32_768;
 /// Units of a cube where each unit takes a value.
@@ -56,86 +53,47 @@ fn unit_value() -> usize {
     cube_row() * UNITS + UNIT_POS as usize
 }
 
-/// f32, and within the reach of 32-bit indices.
-fn check_f32(what: &str, matrix: &Matrix) -> Result<(), Error> {
-    if matrix.element != Element::F32 {
-        return Err(Error::Unsupported {
-            what: format!("{what} of {:?}", matrix.element),
-            why: "it is made for f32".into(),
-        });
-    }
-    let values = matrix.span().max(matrix.rows.saturating_mul(matrix.columns));
-    match values <= MAX_VALUES {
-        true => Ok(()),
-        false => Err(Error::Unsupported {
-            what: format!("{what} over {values} values"),
-            why: "kernels count values in 32 bits".into(),
-        }),
-    }
+/// How values become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Reduction {
+    Sum,
+    Largest,
 }
 
-/// One row, or rows one behind the other.
-fn check_dense(what: &'static str, matrix: &Matrix) -> Result<(), Error> {
-    if matrix.columns > 1 {
-        check_len(what, 1, matrix.strides[1])?;
-    }
-    match matrix.rows > 1 {
-        true => check_len(what, matrix.columns, matrix.strides[0]),
-        false => Ok(()),
-    }
-}
-
-/// Bytes that a cube of a device may share among its units.
-fn check_shared<R: Runtime>(client: &ComputeClient<R>, what: &str, bytes: usize) -> Result<(), Error> {
-    let limit = client.properties().hardware.max_shared_memory_size;
-    match bytes <= limit {
-        true => Ok(()),
-        false => Err(Error::Unsupported {
-            what: what.into(),
-            why: format!("a cube would share {bytes} bytes, it may {limit}"),
-        }),
-    }
-}
-
-fn check_len(what: &'static str, expected: usize, actual: usize) -> Result<(), Error> {
-    match expected == actual {
-        true => Ok(()),
-        false => Err(Error::Mismatch { what, expected, actual }),
-    }
-}
-
-/// The sum of all units' values, in every unit.
+/// Reduces each of `rows` rows of `shared`, to which every unit has written a value, to its first place. Units meet before
+/// and after.
 #[cube]
-fn sum_over_cube(own: f32, #[comptime] units: usize) -> f32 {
-    let mut shared = SharedMemory::<f32>::new(units);
+fn reduce_over_cube(
+    shared: &mut SharedMemory<f32>,
+    #[comptime] rows: usize,
+    #[comptime] units: usize,
+    #[comptime] reduction: Reduction,
+) {
     let unit_pos = UNIT_POS as usize;
-    shared[unit_pos] = own;
     #[unroll]
     for level in 0..comptime!(units.trailing_zeros() as usize) {
-        let width = comptime!(units >> (level + 1));
+        let half = comptime!(units >> (level + 1));
         sync_cube();
-        if unit_pos < width {
-            shared[unit_pos] += shared[unit_pos + width];
+        if unit_pos < half {
+            #[unroll]
+            for row in 0..rows {
+                let at = comptime!(row * units) + unit_pos;
+                if comptime!(reduction == Reduction::Sum) {
+                    shared[at] += shared[at + half];
+                } else {
+                    shared[at] = max(shared[at], shared[at + half]);
+                }
+            }
         }
     }
     sync_cube();
-    shared[0]
 }
 
-/// The largest of all units' values, in every unit.
+/// One of all units' values, in every unit.
 #[cube]
-fn largest_over_cube(own: f32, #[comptime] units: usize) -> f32 {
+fn one_of_cube(own: f32, #[comptime] units: usize, #[comptime] reduction: Reduction) -> f32 {
     let mut shared = SharedMemory::<f32>::new(units);
-    let unit_pos = UNIT_POS as usize;
-    shared[unit_pos] = own;
-    #[unroll]
-    for level in 0..comptime!(units.trailing_zeros() as usize) {
-        let width = comptime!(units >> (level + 1));
-        sync_cube();
-        if unit_pos < width {
-            shared[unit_pos] = max(shared[unit_pos], shared[unit_pos + width]);
-        }
-    }
-    sync_cube();
+    shared[UNIT_POS as usize] = own;
+    reduce_over_cube(&mut shared, 1usize, units, reduction);
     shared[0]
 }

@@ -1,6 +1,9 @@
 //! RMS norm of rows, and its gradients: one cube a row.
-use super::{check_dense, check_f32, check_len, cube_row, row_grid, row_units, sum_over_cube};
-use crate::device::matrix::{Element, Error, Matrix, allocate, array};
+use super::{Reduction, cube_row, one_of_cube, row_grid, row_units};
+use crate::device::{
+    check::{check_dense, check_f32, check_len},
+    matrix::{Element, Error, Matrix, allocate, array},
+};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -125,7 +128,7 @@ fn normalize(
             squares += value * value;
         }
     }
-    let mean = sum_over_cube(squares, units) / f32::cast_from(columns);
+    let mean = one_of_cube(squares, units, Reduction::Sum) / f32::cast_from(columns);
     let inverse = 1.0 / f32::sqrt(mean + epsilon);
     if row < rows as usize {
         for column in range_stepped(UNIT_POS as usize, columns, units) {
@@ -164,9 +167,9 @@ fn differentiate(
             along += slope * gamma[column] * value;
         }
     }
-    let mean = sum_over_cube(squares, units) / f32::cast_from(columns);
+    let mean = one_of_cube(squares, units, Reduction::Sum) / f32::cast_from(columns);
     let inverse = 1.0 / f32::sqrt(mean + epsilon);
-    let along = sum_over_cube(along, units) / f32::cast_from(columns) * inverse;
+    let along = one_of_cube(along, units, Reduction::Sum) / f32::cast_from(columns) * inverse;
     if row < rows as usize {
         for column in range_stepped(UNIT_POS as usize, columns, units) {
             let normed = x[row * row_stride as usize + column * column_stride as usize] * inverse;

@@ -1,6 +1,9 @@
 //! Rotary positions in the rotate-half form: channel `i` of a head turns with channel `i + d/2`. One unit a value.
-use super::{UNITS, check_dense, check_f32, check_len, unit_value, value_grid};
-use crate::device::matrix::{Element, Error, Matrix, allocate, array};
+use super::{UNITS, unit_value, value_grid};
+use crate::device::{
+    check::{check_dense, check_f32, check_len},
+    matrix::{Element, Error, Matrix, allocate, array},
+};
 use cubecl::prelude::*;
 
 /// Cosines and sines of tokens, f32 `[tokens of a sequence, d]` without gaps: those of the first half of channels again in

@@ -1,7 +1,8 @@
 //! Where the tokens of a mixture of experts go: the experts of largest logits, and the order that puts the rows of each
 //! expert together. One launch each; nothing waits for the device.
-use super::{WIDTH, check_f32, check_shared, row_grid};
+use super::{WIDTH, row_grid};
 use crate::device::{
+    check::{check_f32, check_shared},
     format::INFINITE,
     matrix::{Error, Matrix, allocate, array},
 };

@@ -1,6 +1,9 @@
 //! Softmax over rows, its gradient, and the parts of its logarithm: one cube a row.
-use super::{check_f32, check_len, cube_row, largest_over_cube, row_grid, row_units, sum_over_cube};
-use crate::device::matrix::{Element, Error, Matrix, allocate, array};
+use super::{Reduction, cube_row, one_of_cube, row_grid, row_units};
+use crate::device::{
+    check::{check_f32, check_len},
+    matrix::{Element, Error, Matrix, allocate, array},
+};
 use cubecl::prelude::*;
 
 /// Softmax of each row of `x` (f32 `[rows, columns]`). A row that holds NaN or positive infinity is NaN, and one of
@@ -129,14 +132,14 @@ fn row_parts(
             largest = max(largest, x[start + column * column_stride]);
         }
     }
-    let largest = largest_over_cube(largest, units);
+    let largest = one_of_cube(largest, units, Reduction::Largest);
     let mut sum = 0.0f32;
     if inside {
         for column in range_stepped(UNIT_POS as usize, columns, units) {
             sum += f32::exp(x[start + column * column_stride] - largest);
         }
     }
-    (largest, sum_over_cube(sum, units))
+    (largest, one_of_cube(sum, units, Reduction::Sum))
 }
 
 #[cube(launch_unchecked)]
@@ -187,7 +190,7 @@ fn differentiate(
             along += y[y_start + column * column_stride as usize] * slope;
         }
     }
-    let along = sum_over_cube(along, units);
+    let along = one_of_cube(along, units, Reduction::Sum);
     if inside {
         for column in range_stepped(UNIT_POS as usize, columns, units) {
             let slope = grad[grad_start + column * grad_column_stride as usize];

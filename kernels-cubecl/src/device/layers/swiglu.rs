@@ -1,6 +1,9 @@
 //! SwiGLU of gate and up that lie side by side, and its gradient: one unit a value.
-use super::{UNITS, check_f32, check_len, unit_value, value_grid};
-use crate::device::matrix::{Element, Error, Matrix, allocate, array};
+use super::{UNITS, unit_value, value_grid};
+use crate::device::{
+    check::{check_f32, check_len},
+    matrix::{Element, Error, Matrix, allocate, array},
+};
 use cubecl::prelude::*;
 
 /// `silu(gate) · up`: f32 `[rows, 2 · d]`, gate before up, to `[rows, d]`.
